@@ -1,0 +1,211 @@
+"""torch.ops.cute_kernels.active_attention (int and tensor lengths) and active_attention_append: schema, checks, fakes, dispatch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels import reference
+from cute_kernels.ops import _common as c
+from cute_kernels.ops import dispatch
+
+_OP = "active_attention"
+_APPEND = "active_attention_append"
+_OPT = "*, float? sm_scale=None, bool causal=True, int window_left=-1, float softcap=0.0, Tensor? attn_sink=None"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Order matters: torch tries overloads as defined and would turn a one-element tensor into an int (a hidden sync).
+c.define(f"{_OP}.seq_lens(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, {_OPT}) -> (Tensor, Tensor)")
+c.define(f"{_OP}(Tensor q, Tensor k_cache, Tensor v_cache, SymInt kv_len, {_OPT}) -> (Tensor, Tensor)")
+c.define(
+    f"{_APPEND}(Tensor q, Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor kv_len, {_OPT}) "
+    "-> (Tensor, Tensor)"
+)
+
+
+def _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink) -> None:
+    c.check_grad(op, q, k_cache, v_cache, attn_sink)
+    device = q.device
+    c.check_tensor(op, "q", q, _DTYPES, (None, None, None, None), device, "[B, Hq, S, D]")
+    b, h_q, _, d = q.shape
+    c.check_tensor(op, "k_cache", k_cache, (q.dtype,), (b, None, None, d), device, "[B, Hkv, C, D]")
+    _, h_kv, capacity, _ = k_cache.shape
+    c.check_tensor(op, "v_cache", v_cache, (q.dtype,), (b, h_kv, capacity, d), device, "[B, Hkv, C, D] like k_cache")
+    if d == 0:
+        c.fail(op, "q", "have a head dimension D of at least 1", 0)
+    if h_q and (h_kv == 0 or h_q % h_kv):
+        c.fail(op, "q", f"have a number of heads that is a multiple of Hkv = {h_kv}", h_q)
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        c.check_unit_last_stride(op, name, t)
+    if isinstance(kv_len, Tensor):
+        c.check_tensor(op, "kv_len", kv_len, (torch.int32,), (b,), device, "[B]")
+        c.check_unit_last_stride(op, "kv_len", kv_len)
+    elif isinstance(kv_len, int) and not 1 <= kv_len <= capacity:
+        # A symbolic length is left to the real call: a guard here would split the graph of a decode loop.
+        c.fail(op, "kv_len", f"lie in [1, C = {capacity}]", kv_len)
+    if sm_scale is not None and not -float("inf") < sm_scale < float("inf"):
+        c.fail(op, "sm_scale", "be finite", sm_scale)
+    if window_left < -1:
+        c.fail(op, "window_left", "be -1 (no window) or at least 0", window_left)
+    if not 0.0 <= softcap < float("inf"):
+        c.fail(op, "softcap", "be 0 (none) or a finite positive number", softcap)
+    if attn_sink is not None:
+        c.check_tensor(op, "attn_sink", attn_sink, (torch.float32,), (h_q,), device, "[Hq]")
+        c.check_unit_last_stride(op, "attn_sink", attn_sink)
+
+
+def _check_lengths(op: str, kv_len: Tensor, capacity: int) -> None:
+    if kv_len.numel():
+        low, high = int(kv_len.min()), int(kv_len.max())
+        if low < 0 or high > capacity:
+            c.fail(op, "kv_len", f"lie in [0, C = {capacity}]", f"values from {low} to {high}")
+
+
+def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    b, h_q, s, d = q.shape
+    return q.new_empty((b, s, h_q, d)).transpose(1, 2), q.new_empty((b, h_q, s), dtype=torch.float32)
+
+
+def _run(op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink):
+    d = q.shape[3]
+    arguments = dict(
+        q=q, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len, sm_scale=d**-0.5 if sm_scale is None else sm_scale,
+        causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink, k_new=k_new, v_new=v_new,
+    )  # fmt: skip
+    kernel = dispatch.select(_OP, q.device, arguments)
+    if isinstance(kv_len, Tensor) and (c.checking() or (kernel is None and q.device.type == "cpu")):
+        _check_lengths(op, kv_len, k_cache.shape[2])
+    out, lse = _empty_outputs(q)
+    if kernel is not None:
+        kernel.launch(**arguments, out=out, lse=lse)
+    else:
+        reference.active_attention_into(out, lse, **arguments)
+    return out, lse
+
+
+def _real(
+    q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
+):
+    _check(_OP, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink)
+    return _run(_OP, q, None, None, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
+
+
+def _fake(
+    q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
+):
+    _check(_OP, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink)
+    return _empty_outputs(q)
+
+
+def _check_append(q, k_new, v_new, k_cache) -> None:
+    c.check_grad(_APPEND, k_new, v_new)
+    b, _, s, d = q.shape
+    for name, t in (("k_new", k_new), ("v_new", v_new)):
+        c.check_tensor(_APPEND, name, t, (q.dtype,), (b, k_cache.shape[1], s, d), q.device, "[B, Hkv, S, D]")
+        c.check_unit_last_stride(_APPEND, name, t)
+
+
+def _real_append(
+    q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
+):
+    _check(_APPEND, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink)
+    _check_append(q, k_new, v_new, k_cache)
+    c.check_written(
+        _APPEND,
+        {"k_cache": k_cache, "v_cache": v_cache},
+        {"q": q, "k_new": k_new, "v_new": v_new, "kv_len": kv_len, "attn_sink": attn_sink},
+    )
+    return _run(
+        _APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
+    )
+
+
+def _fake_append(
+    q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
+):
+    _check(_APPEND, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink)
+    _check_append(q, k_new, v_new, k_cache)
+    return _empty_outputs(q)
+
+
+c.implement(f"{_OP}.seq_lens", _real, _fake)
+c.implement(_OP, _real, _fake)
+c.implement(_APPEND, _real_append, _fake_append)
+
+_int = torch.ops.cute_kernels.active_attention.default
+_seq_lens = torch.ops.cute_kernels.active_attention.seq_lens
+_append = torch.ops.cute_kernels.active_attention_append.default
+
+
+def active_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_len: int | Tensor,
+    *,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the filled prefix of a preallocated KV cache, read in place, KV heads never expanded.
+
+    Query row s of a batch row sits at position p = kv_len - S + s. It sees key j if j < kv_len and, when causal, j <= p, and, with a
+    window, j >= p - window_left. With x = sm_scale * (q . k), or softcap * tanh(that / softcap):
+
+        lse = ln sum exp x        out = sum exp(x) v / (sum exp(x) + exp(attn_sink))
+
+    Args:
+        q: [B, Hq, S, D] bfloat16, float16 (or float32: the reference backend). Any strides with the last 1: a transposed
+            [B, S, Hq, D] or a slice of a fused QKV projection goes in as it is.
+        k_cache, v_cache: [B, Hkv, C, D], q's dtype, any strides with the last 1; Hq a multiple of Hkv (grouped-query attention).
+            Rows at or past kv_len may hold anything, NaN included.
+        kv_len: a Python int in [1, C] for the whole batch, or an int32 tensor [B] on q's device, read by the kernel (no sync:
+            one CUDA graph serves every length), clamped to [0, C].
+        sm_scale: None means D ** -0.5.
+        causal: bottom-right. S > kv_len is legal: rows at negative positions see no key.
+        window_left: -1 for none.
+        softcap: 0.0 for none.
+        attn_sink: [Hq] float32, natural-log units; joins the denominator of out only.
+
+    Returns:
+        out: q's shape and dtype, with the strides of a contiguous [B, S, Hq, D] (so out.transpose(1, 2) flattens for free).
+        lse: [B, Hq, S] float32, natural logarithm, sink left out; -inf where a row sees no key (its out is 0).
+
+    Raises:
+        TypeError for a dtype, ValueError for shapes, strides, devices and numbers, RuntimeError when gradients are asked for. On
+        the CPU backend, and with CUTE_KERNELS_CHECK=1, also ValueError for a kv_len tensor with values outside [0, C].
+    """
+    call = _seq_lens if isinstance(kv_len, Tensor) else _int
+    return call(
+        q, k_cache, v_cache, kv_len,
+        sm_scale=sm_scale, causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink,
+    )  # fmt: skip
+
+
+def active_attention_append(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_len: Tensor,
+    *,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write the new keys and values into the caches (in place), then attend as `active_attention` does.
+
+    kv_len, int32 [B] on q's device, is the length AFTER the append: k_new[b, :, s] goes to row kv_len[b] - S + s. (FlashAttention's
+    flash_attn_with_kvcache takes the length before it.) A row outside [0, C) is not written; kv_len 0 marks an idle slot. All other
+    bytes of the caches stay as they are. k_new and v_new are [B, Hkv, S, D] of q's dtype, any strides with the last 1. The caches
+    must not overlap each other, themselves or an input (ValueError). Other arguments, results and errors as `active_attention`.
+    """
+    return _append(
+        q, k_new, v_new, k_cache, v_cache, kv_len,
+        sm_scale=sm_scale, causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink,
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""torch.ops.cute_kernels.group_topk: schema, checks, fake, dispatch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels import reference
+from cute_kernels.ops import _common as c
+from cute_kernels.ops import dispatch
+
+_OP = "group_topk"
+MAX_GROUP = 8  # slots of head_group_mask
+BLOCK = 128
+
+c.define(
+    f"{_OP}(Tensor indices, SymInt s_kv, int group_size=8, Tensor? topk_length=None, Tensor? cu_seqlens_q=None, "
+    "SymInt? max_union=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _check(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union) -> None:
+    device = indices.device
+    c.check_tensor(_OP, "indices", indices, (torch.int32,), (None, 1, None), device, "[s_q, 1, topk]")
+    c.check_unit_last_stride(_OP, "indices", indices)
+    if s_kv < 0 or s_kv > 2**31 - 1:
+        c.fail(_OP, "s_kv", "lie in [0, 2**31 - 1]", s_kv)
+    if not 1 <= group_size <= MAX_GROUP:
+        c.fail(_OP, "group_size", f"lie in [1, {MAX_GROUP}]", group_size)
+    if max_union is not None and max_union < 0:
+        c.fail(_OP, "max_union", "be at least 0", max_union)
+    if topk_length is not None:
+        c.check_tensor(_OP, "topk_length", topk_length, (torch.int32,), (indices.shape[0],), device, "[s_q]")
+        c.check_unit_last_stride(_OP, "topk_length", topk_length)
+    if cu_seqlens_q is not None:
+        c.check_tensor(_OP, "cu_seqlens_q", cu_seqlens_q, (torch.int32,), (None,), device, "[requests + 1]")
+        c.check_unit_last_stride(_OP, "cu_seqlens_q", cu_seqlens_q)
+        if cu_seqlens_q.shape[0] < 1:
+            c.fail(_OP, "cu_seqlens_q", "have at least one entry", "none")
+
+
+def _sizes(indices, s_kv, group_size, cu_seqlens_q, max_union):
+    """(number of groups n, union capacity U), from sizes alone."""
+    s_q, _, topk = indices.shape
+    n = (s_q + group_size - 1) // group_size
+    if cu_seqlens_q is not None:
+        n = n + cu_seqlens_q.shape[0] - 1
+    # torch.sym_min: a plain min() would turn a symbolic s_kv into a guard, one graph for each side.
+    u = torch.sym_min(group_size * topk, s_kv)
+    if max_union is not None:
+        u = torch.sym_min(u, max_union)
+    return n, BLOCK * ((u + BLOCK - 1) // BLOCK)
+
+
+def _real(indices, s_kv, group_size=8, topk_length=None, cu_seqlens_q=None, max_union=None):
+    _check(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union)
+    n, u = _sizes(indices, s_kv, group_size, cu_seqlens_q, max_union)
+    arguments = dict(
+        indices=indices, s_kv=s_kv, group_size=group_size, topk_length=topk_length, cu_seqlens_q=cu_seqlens_q, n=n, u=u
+    )
+    kernel = dispatch.select(_OP, indices.device, arguments)
+    strict = c.checking() or (kernel is None and indices.device.type == "cpu")
+    topk = indices.shape[2]
+    if strict and topk_length is not None and topk_length.numel():
+        low, high = int(topk_length.min()), int(topk_length.max())
+        if low < 0 or high > topk:
+            c.fail(_OP, "topk_length", f"lie in [0, topk = {topk}]", f"values from {low} to {high}")
+    result = reference.group_topk(**arguments) if kernel is None else kernel.launch(**arguments)
+    if strict and n and max_union is not None:
+        need = int(result[1].max())
+        if need > u:
+            c.fail(_OP, "max_union", f"hold the longest union, {need} keys", f"{max_union} (capacity {u})")
+    return result
+
+
+def _fake(indices, s_kv, group_size=8, topk_length=None, cu_seqlens_q=None, max_union=None):
+    _check(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union)
+    n, u = _sizes(indices, s_kv, group_size, cu_seqlens_q, max_union)
+    i32 = dict(dtype=torch.int32, device=indices.device)
+    mask = torch.empty((n, u // BLOCK, BLOCK), dtype=torch.uint8, device=indices.device)
+    return torch.empty((n, 1, u), **i32), torch.empty((n,), **i32), mask, torch.empty((n, group_size), **i32)
+
+
+c.implement(_OP, _real, _fake)
+_default = torch.ops.cute_kernels.group_topk.default
+
+
+def group_topk(
+    indices: Tensor,
+    s_kv: int,
+    group_size: int = 8,
+    *,
+    topk_length: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_union: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge the top-k lists of `group_size` consecutive tokens into one ascending list of distinct keys, with a mask that says
+    which token listed which key: what `sparse_prefill` takes to run the group as one row of packed heads.
+
+    Args:
+        indices: [s_q, 1, topk] int32. Values outside [0, s_kv) and positions at or past topk_length are ignored; a key listed
+            twice by one token is listed once.
+        s_kv: number of KV rows, at most 2**31 - 1.
+        group_size: tokens in a group, 1 to 8.
+        topk_length: [s_q] int32.
+        cu_seqlens_q: [requests + 1] int32 on the device, ascending: a group never holds tokens of two requests. Rows outside
+            [cu_seqlens_q[0], cu_seqlens_q[-1]) are in no group.
+        max_union: an upper bound of the caller's on the length of a union. If a union is longer, union_length holds the needed
+            length, the list is cut, and the CPU backend (any backend with CUTE_KERNELS_CHECK=1) raises ValueError.
+
+    Returns, with n = ceil(s_q / group_size) (+ requests with cu_seqlens_q) and
+    U = 128 * ceil(min(group_size * topk, s_kv, max_union) / 128), both known from sizes alone (no host sync):
+        union_indices [n, 1, U] int32, ascending, padded with -1
+        union_length [n] int32
+        head_group_mask [n, U/128, 128] uint8, as `sparse_prefill` takes it: group g of the mask is slot g of the group
+        token_map [n, group_size] int32, the query row of each slot, -1 for none. Unused groups come last.
+    """
+    return _default(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union)

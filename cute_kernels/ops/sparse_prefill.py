@@ -1,0 +1,194 @@
+"""torch.ops.cute_kernels.sparse_prefill_fwd and .out: schema, checks, fakes, dispatch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels import reference
+from cute_kernels.ops import _common as c
+from cute_kernels.ops import dispatch
+
+_OP = "sparse_prefill_fwd"
+_ARGS = (
+    "Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v=512, Tensor? attn_sink=None, Tensor? topk_length=None, "
+    "Tensor? head_group_mask=None, int head_group_size=16"
+)
+BLOCK = 128  # keys per block of head_group_mask
+MAX_GROUPS = 8  # 8 groups x 16 bytes = the 128 mask bytes of one block
+D_QK = (512, 576)
+D_V = 512
+MAX_HEADS = 128
+
+c.define(f"{_OP}({_ARGS}) -> (Tensor, Tensor, Tensor)")
+c.define(f"{_OP}.out({_ARGS}, *, Tensor(a!) out) -> (Tensor, Tensor)")
+
+
+def _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out) -> None:
+    c.check_grad(_OP, q, kv, attn_sink, out)
+    device = q.device
+    c.check_tensor(_OP, "q", q, (torch.bfloat16,), (None, None, None), device, "[s_q, h_q, d_qk]")
+    s_q, h_q, d_qk = q.shape
+    if d_qk not in D_QK:
+        c.fail(_OP, "q", "have d_qk 576 or 512", d_qk)
+    if h_q > MAX_HEADS:
+        c.fail(_OP, "q", f"have at most {MAX_HEADS} heads", h_q)
+    if kv.dim() == 3 and kv.shape[1] != 1:
+        c.fail(_OP, "kv", "have h_kv = 1 (one latent KV head)", kv.shape[1])
+    c.check_tensor(_OP, "kv", kv, (torch.bfloat16,), (None, 1, d_qk), device, "[s_kv, 1, d_qk]")
+    if kv.shape[0] > 2**31 - 1:
+        c.fail(_OP, "kv", "have at most 2**31 - 1 rows (indices are int32)", kv.shape[0])
+    c.check_tensor(_OP, "indices", indices, (torch.int32,), (s_q, 1, None), device, "[s_q, 1, topk]")
+    topk = indices.shape[2]
+    if d_v != D_V:
+        c.fail(_OP, "d_v", "be 512", d_v)
+    if not -float("inf") < sm_scale < float("inf"):
+        c.fail(_OP, "sm_scale", "be finite", sm_scale)
+    if attn_sink is not None:
+        c.check_tensor(_OP, "attn_sink", attn_sink, (torch.float32,), (h_q,), device, "[h_q]")
+        c.check_unit_last_stride(_OP, "attn_sink", attn_sink)
+    if topk_length is not None:
+        c.check_tensor(_OP, "topk_length", topk_length, (torch.int32,), (s_q,), device, "[s_q]")
+        c.check_unit_last_stride(_OP, "topk_length", topk_length)
+    if head_group_mask is not None:
+        g = head_group_size
+        if g < 1 or g > MAX_HEADS or g & (g - 1):
+            c.fail(_OP, "head_group_size", "be a power of two from 1 to 128", g)
+        if h_q % g:
+            c.fail(_OP, "head_group_size", f"divide h_q = {h_q}", g)
+        if h_q > g * MAX_GROUPS:
+            c.fail(_OP, "head_group_size", f"give at most {MAX_GROUPS} groups for h_q = {h_q}", f"{g}: {h_q // g} groups")
+        if topk % BLOCK:
+            c.fail(_OP, "indices", "have a topk that is a multiple of 128 when head_group_mask is given", topk)
+        shape = (s_q, topk // BLOCK, BLOCK)
+        c.check_tensor(_OP, "head_group_mask", head_group_mask, (torch.uint8,), shape, device, "[s_q, topk/128, 128]")
+        c.check_unit_last_stride(_OP, "head_group_mask", head_group_mask)
+        c.check_row_strides(_OP, "head_group_mask", head_group_mask)
+    for name, t in (("q", q), ("kv", kv)):
+        c.check_unit_last_stride(_OP, name, t)
+        c.check_row_strides(_OP, name, t)
+    c.check_unit_last_stride(_OP, "indices", indices)
+    if out is not None:
+        c.check_tensor(_OP, "out", out, (torch.bfloat16,), (s_q, h_q, d_v), device, "[s_q, h_q, d_v]")
+        c.check_unit_last_stride(_OP, "out", out)
+        c.check_row_strides(_OP, "out", out)
+
+
+def _run(out, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size):
+    _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out)
+    tensors = {"q": q, "kv": kv, "head_group_mask": head_group_mask}
+    for name, t in (tensors | {"out": out}).items():
+        if t is not None:
+            c.check_base(_OP, name, t)
+    if out is not None:
+        others = {"indices": indices, "attn_sink": attn_sink, "topk_length": topk_length}
+        c.check_written(_OP, {"out": out}, tensors | others)
+    s_q, h_q, _ = q.shape
+    arguments = dict(
+        q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
+        head_group_mask=head_group_mask, head_group_size=head_group_size,
+    )  # fmt: skip
+    kernel = dispatch.select("sparse_prefill", q.device, arguments)
+    if topk_length is not None and s_q and (c.checking() or (kernel is None and q.device.type == "cpu")):
+        topk = indices.shape[2]
+        low, high = int(topk_length.min()), int(topk_length.max())
+        if low < 0 or high > topk:
+            c.fail(_OP, "topk_length", f"lie in [0, topk = {topk}]", f"values from {low} to {high}")
+    if out is None:
+        out = q.new_empty((s_q, h_q, d_v))
+    max_logits = q.new_empty((s_q, h_q), dtype=torch.float32)
+    lse = q.new_empty((s_q, h_q), dtype=torch.float32)
+    if s_q == 0 or h_q == 0:
+        return out, max_logits, lse
+    if kernel is not None:
+        kernel.launch(**arguments, out=out, max_logits=max_logits, lse=lse)
+    else:
+        reference.sparse_prefill_into(out, max_logits, lse, **arguments)
+    return out, max_logits, lse
+
+
+def _real(
+    q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16
+):
+    return _run(None, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
+
+
+def _real_out(
+    q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16, *, out
+):
+    return _run(out, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)[1:]
+
+
+def _fake(
+    q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16
+):
+    _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, None)
+    s_q, h_q, _ = q.shape
+    stats = [q.new_empty((s_q, h_q), dtype=torch.float32) for _ in range(2)]
+    return q.new_empty((s_q, h_q, d_v)), *stats
+
+
+def _fake_out(
+    q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16, *, out
+):
+    _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out)
+    s_q, h_q, _ = q.shape
+    return tuple(q.new_empty((s_q, h_q), dtype=torch.float32) for _ in range(2))
+
+
+c.implement(_OP, _real, _fake)
+c.implement(f"{_OP}.out", _real_out, _fake_out)
+
+_default = torch.ops.cute_kernels.sparse_prefill_fwd.default
+_out = torch.ops.cute_kernels.sparse_prefill_fwd.out
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    *,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    head_group_mask: Tensor | None = None,
+    head_group_size: int = 16,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of every query row to its own list of latent KV rows (DeepSeek sparse attention, MLA absorbed form).
+
+    A key counts for (row, head) if 0 <= index < s_kv, its position in the list is < topk_length[row], and its head group's mask
+    bit is set. Over the counted keys, with x = sm_scale * (q . k):
+
+        max_logits = max x        lse = ln sum exp x        out = sum exp(x) v / (sum exp(x) + exp(attn_sink))
+
+    A row and head without a counted key gives out 0, max_logits -inf, lse +inf. A key listed twice counts twice.
+
+    Args:
+        q: [s_q, h_q, d_qk] bfloat16, h_q from 0 to 128, d_qk 576 or 512.
+        kv: [s_kv, 1, d_qk] bfloat16. There is one KV head (h_kv must be 1); the values are kv[..., :d_v].
+        indices: [s_q, 1, topk] int32, rows of kv. Values outside [0, s_kv) are ignored. Any topk; with a mask a multiple of 128.
+        sm_scale: any finite number, always given. Absorbed MLA uses (128 + 64) ** -0.5, not d_qk ** -0.5.
+        d_v: 512.
+        attn_sink: [h_q] float32, natural-log units; joins the denominator of out only. +inf gives out 0, -inf changes nothing.
+        topk_length: [s_q] int32, read on the device and clamped to [0, topk].
+        head_group_mask: [s_q, topk/128, 128] uint8. Bit j % 8 of byte 16*g + j // 8 of block b says whether the heads of group g
+            may attend to indices[row, 0, 128*b + j]. Group g is heads [g*head_group_size, (g+1)*head_group_size), at most 8 groups.
+        head_group_size: a power of two from 1 to 128 that divides h_q.
+        out: optional [s_q, h_q, d_v] bfloat16 to write; must not overlap an input.
+    q, kv, out and head_group_mask need a last stride of 1, other strides and the base address a multiple of 16 bytes.
+
+    Returns:
+        (out [s_q, h_q, d_v] bfloat16, max_logits [s_q, h_q] float32, lse [s_q, h_q] float32), natural logarithm.
+
+    Raises:
+        TypeError for a dtype, ValueError for a shape, stride, device, overlap or number, RuntimeError when gradients are asked
+        for. On the CPU backend, and with CUTE_KERNELS_CHECK=1, also ValueError for a topk_length outside [0, topk].
+
+    The formula is FlashMLA's sparse prefill (natural-log statistics since January 2026); head_group_mask is its grouped form.
+    """
+    args = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
+    if out is None:
+        return _default(*args)
+    return out, *_out(*args, out=out)
