@@ -82,7 +82,7 @@ def grouped_sparse_prefill(
     out, max_logits, lse = sparse_prefill(
         packed, kv, union, sm_scale, attn_sink=sink, topk_length=length, head_group_mask=mask, head_group_size=p
     )
-    results = [t.view(n * group_size, p, *t.shape[2:])[:, :h] for t in (out.view(n, group_size * p, -1), max_logits, lse)]
+    results = [t.view(n * group_size, p, *t.shape[2:])[:, :h] for t in (out, max_logits, lse)]
     if in_order:
         return tuple(t[:s].contiguous() for t in results)
     # Where each query row went; rows in no group read one extra row that holds the empty result.
