@@ -151,7 +151,7 @@ def active_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the filled prefix of a preallocated KV cache, read in place, KV heads never expanded.
 
-    Query row s of a batch row sits at position p = kv_len - S + s. It sees key j if j < kv_len and, when causal, j <= p, and, with a
+    Query row s of a batch row sits at position p = kv_len - S + s. It sees key j if j < kv_len, if causal j <= p, and with a
     window, j >= p - window_left. With x = sm_scale * (q . k), or softcap * tanh(that / softcap):
 
         lse = ln sum exp x        out = sum exp(x) v / (sum exp(x) + exp(attn_sink))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 BLOCK = 128
 MAX_GROUP = 8
-# Keys sorted at once: 4 Mi int64 keys and their temporaries stay near 250 MiB.
-_CHUNK_KEYS = 4 << 20
+# Keys sorted at once. 256 Ki int32 keys and each temporary (1 MiB) stay in a CPU's L2 cache and in the allocator's reach: 16 times
+# larger chunks took five times as long, most of it page faults.
+_CHUNK_KEYS = 256 << 10
 
 
 def token_groups(s_q: int, group_size: int, n: int, cu_seqlens_q: Tensor | None, device: torch.device) -> Tensor:
@@ -35,9 +37,16 @@ def token_groups(s_q: int, group_size: int, n: int, cu_seqlens_q: Tensor | None,
 def _sort(keys: Tensor) -> Tensor:
     if keys.is_cuda:
         return keys.sort(dim=1).values
-    ordered = keys.numpy()
-    ordered.sort(axis=1)  # vectorised, in place: five times faster than torch's on a CPU
-    return torch.from_numpy(ordered)
+    keys.numpy().sort(axis=1)  # in place, vectorised: 43 M keys in 0.3 s on one core
+    return keys
+
+
+def _pack_bits(member: Tensor) -> Tensor:
+    """bool [..., 8 * n] -> uint8 [..., n], little-endian bits."""
+    if not member.is_cuda:
+        return torch.from_numpy(np.packbits(member.numpy(), axis=-1, bitorder="little"))
+    bits = member.view(*member.shape[:-1], -1, 8).to(torch.uint8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=member.device)).sum(-1, dtype=torch.uint8)
 
 
 def group_topk(
@@ -72,32 +81,31 @@ def _chunk(union, length, mask, indices, token_map, s_kv, topk_length, group_siz
     topk = indices.shape[1]
     device = indices.device
     rows = token_map.clamp(min=0)
-    lists = indices[rows].long()  # [g, G, topk]
+    lists = indices[rows]  # [g, G, topk]
     counted = (lists >= 0) & (lists < s_kv) & (token_map >= 0)[..., None]
     if topk_length is not None:
-        counted &= torch.arange(topk, device=device) < topk_length[rows][..., None]
-    # One sort orders by key, then by slot; what does not count goes to the end.
-    slot = torch.arange(group_size, device=device)[:, None]
-    end = s_kv * MAX_GROUP  # below 2**34
-    keys = torch.where(counted, lists * MAX_GROUP + slot, end).view(g, -1)
-    keys = _sort(keys)
+        counted &= torch.arange(topk, dtype=torch.int32, device=device) < topk_length[rows][..., None]
+    # One sort orders by key, then by slot (the low three bits); what does not count goes to the end.
+    narrow = s_kv < 2**28
+    if not narrow:
+        lists = lists.long()
+    slot = torch.arange(group_size, dtype=lists.dtype, device=device)[:, None]
+    end = s_kv * MAX_GROUP
+    keys = _sort(((lists << 3) | slot).masked_fill_(~counted, end).view(g, -1))
     live = keys < end
-    key, slot = keys // MAX_GROUP, keys % MAX_GROUP
+    key = keys >> 3
     first = live.clone()
     first[:, 1:] &= key[:, 1:] != key[:, :-1]
-    rank = first.cumsum(1) - 1
-    length.copy_(first.sum(1))
+    rank = first.cumsum(1, dtype=torch.int32).sub_(1)
+    length.copy_(rank[:, -1] + 1)
     if u == 0:
         return
     # Scatter what fits; everything else lands in one extra column that is dropped.
-    fits = live & (rank < u)
-    column = torch.where(fits, rank, u)
+    column = torch.where(live & (rank < u), rank, u).long()
     wide = torch.full((g, u + 1), -1, dtype=torch.int32, device=device)
     wide.scatter_(1, column, key.int())
     union.copy_(wide[:, :u])
     member = torch.zeros((g, group_size, u + 1), dtype=torch.bool, device=device)
-    member.view(g, -1).scatter_(1, torch.where(fits, slot, 0) * (u + 1) + column, True)
-    bits = member[:, :, :u].reshape(g, group_size, u // BLOCK, 16, 8).to(torch.uint8)
-    weights = (1 << torch.arange(8, device=device)).to(torch.uint8)
-    packed = (bits * weights).sum(-1, dtype=torch.uint8)  # [g, G, U/128, 16]
+    member.view(g, -1).scatter_(1, (keys & 7) * (u + 1) + column, True)
+    packed = _pack_bits(member[:, :, :u].reshape(g, group_size, u // BLOCK, BLOCK))  # [g, G, U/128, 16]
     mask[:, :, : 16 * group_size] = packed.permute(0, 2, 1, 3).reshape(g, u // BLOCK, group_size * 16)

@@ -1,16 +1,12 @@
 """active_attention and active_attention_append against an independent float64 oracle."""
 
 import math
-import sys
-from pathlib import Path
 
+import oracles
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import oracles
 
 import cute_kernels
 

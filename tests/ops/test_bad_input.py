@@ -1,14 +1,10 @@
 """Every kind of bad input gives the stated error and writes nothing."""
 
 import math
-import sys
-from pathlib import Path
 
+import oracles
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import oracles
 
 import cute_kernels as ck
 
@@ -80,14 +76,14 @@ SPARSE = [
     ("indices heads", dict(indices=lambda i: i["indices"].expand(4, 2, 128)), V, r"indices must have shape"),
     ("sink size", dict(attn_sink=torch.zeros(16)), V, r"attn_sink must have shape \[h_q\] = \(32,\), got \(16,\)"),
     ("length size", dict(topk_length=torch.zeros(5, dtype=torch.int32)), V, r"topk_length must have shape \[s_q\]"),
-    ("length range", dict(topk_length=torch.tensor([0, 1, 129, 3], dtype=torch.int32)), V, r"topk_length must lie in \[0, topk = 128\]"),
+    ("length range", dict(topk_length=torch.tensor([0, 1, 129, 3]).int()), V, r"topk_length must lie in \[0, topk = 128\]"),
     ("length negative", dict(topk_length=torch.tensor([0, 1, -1, 3], dtype=torch.int32)), V, "topk_length must lie in"),
     ("d_v", dict(d_v=256), V, "d_v must be 512, got 256"),
     ("scale nan", dict(sm_scale=math.nan), V, "sm_scale must be finite, got nan"),
     ("scale inf", dict(sm_scale=math.inf), V, "sm_scale must be finite, got inf"),
     ("mask shape", dict(head_group_mask=torch.ones(4, 2, 128, dtype=torch.uint8)), V, "head_group_mask must have shape"),
     ("mask bytes", dict(head_group_mask=torch.ones(4, 1, 16, dtype=torch.uint8)), V, "head_group_mask must have shape"),
-    ("mask topk", dict(indices=lambda i: i["indices"][..., :100].contiguous()), V, "multiple of 128 when head_group_mask is given, got 100"),
+    ("mask topk", dict(indices=lambda i: i["indices"][..., :100].contiguous()), V, "multiple of 128 when head_group_mask is"),
     ("group power", dict(head_group_size=12), V, "head_group_size must be a power of two from 1 to 128, got 12"),
     ("group zero", dict(head_group_size=0), V, "head_group_size must be a power of two"),
     ("group 256", dict(head_group_size=256), V, "head_group_size must be a power of two"),

@@ -1,16 +1,12 @@
 """Hypothesis: shapes, strides, garbage indices, poisoned memory."""
 
 import math
-import sys
-from pathlib import Path
 
 import hypothesis.strategies as st
+import oracles
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import oracles
 
 import cute_kernels as ck
 

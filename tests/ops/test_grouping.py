@@ -1,15 +1,11 @@
 """group_topk against Python sets; grouped_sparse_prefill against per-token attention in float64."""
 
 import math
-import sys
 import time
-from pathlib import Path
 
+import oracles
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import oracles
 
 import cute_kernels
 

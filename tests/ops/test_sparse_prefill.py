@@ -4,11 +4,9 @@ import math
 import sys
 from pathlib import Path
 
+import oracles
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import oracles
 
 import cute_kernels
 from cute_kernels.integrations.flash_mla import flash_mla_sparse_fwd

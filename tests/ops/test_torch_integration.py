@@ -4,12 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import oracles
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import oracles
 
 import cute_kernels as ck
 

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The tests.
+#   tools/test.sh             under 10 minutes on 2 cores
+#   tools/test.sh --full      all shapes, schedules and faults; under 25 minutes (what CI runs)
+#   tools/test.sh --nightly   everything
+# Other arguments go to pytest.
+set -euo pipefail
+. "$(dirname "$0")/venv.sh"
+use_venv test,inspect
+start=$(date +%s)
+status=0
+"$venv/bin/python" -m pytest "$@" || status=$?
+echo "took $(( $(date +%s) - start )) s, exit status $status"
+exit "$status"
