@@ -1,8 +1,11 @@
 """What every operator of this package shares: its library, its error wording, its checks of memory.
 
-Checks are cheap attribute reads: an eager call on a GPU has 12 us of host time in all, so nothing here touches data, allocates or
-synchronises. The same functions serve the real and the fake implementations; what needs an address (`check_base`,
-`check_no_overlap`) is called by the real ones alone, since a fake tensor has none.
+Nothing here touches data, allocates or synchronises. The same checks serve the real and the fake implementations; what needs an
+address (`check_base`, `check_written`) is called by the real ones alone, since a fake tensor has none.
+
+An eager call on a GPU has 12 us of host time in all, and checking every shape and stride in Python takes 5 of them. So a call's
+layouts are its key into a table of plans (`Plans`): a layout seen before was checked then, and its kernel chosen. What a plan
+cannot hold (addresses, gradients, a length) is checked on every call.
 """
 
 from __future__ import annotations
@@ -34,9 +37,26 @@ def implement(name: str, real: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"cute_kernels::{name}", fake, lib=LIB)
 
 
+_checking = os.environ.get("CUTE_KERNELS_CHECK", "0") not in ("", "0")
+
+
 def checking() -> bool:
-    """CUTE_KERNELS_CHECK=1: validate values inside tensors too, on every backend (synchronises on a GPU)."""
-    return os.environ.get("CUTE_KERNELS_CHECK", "0") not in ("", "0")
+    """CUTE_KERNELS_CHECK=1 (read at import): validate values inside tensors too, on every backend (synchronises on a GPU)."""
+    return _checking
+
+
+def layout(t: Tensor | None):
+    """All of a tensor that a plan may depend on."""
+    return None if t is None else (t.dtype, t.device, t.shape, t.stride())
+
+
+class Plans(dict):
+    """Layouts of a call -> what was decided for them. Bounded: shapes of a server recur, those of a fuzzer do not."""
+
+    def __setitem__(self, key, plan) -> None:
+        if len(self) >= 4096:
+            self.clear()
+        super().__setitem__(key, plan)
 
 
 def fail(op: str, name: str, must: str, got: object, error: type[Exception] = ValueError) -> None:

@@ -23,8 +23,8 @@ c.define(
 )
 
 
-def _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink) -> None:
-    c.check_grad(op, q, k_cache, v_cache, attn_sink)
+def _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink, k_new, v_new) -> None:
+    """Everything that layouts and options decide."""
     device = q.device
     c.check_tensor(op, "q", q, _DTYPES, (None, None, None, None), device, "[B, Hq, S, D]")
     b, h_q, _, d = q.shape
@@ -40,9 +40,6 @@ def _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn
     if isinstance(kv_len, Tensor):
         c.check_tensor(op, "kv_len", kv_len, (torch.int32,), (b,), device, "[B]")
         c.check_unit_last_stride(op, "kv_len", kv_len)
-    elif isinstance(kv_len, int) and not 1 <= kv_len <= capacity:
-        # A symbolic length is left to the real call: a guard here would split the graph of a decode loop.
-        c.fail(op, "kv_len", f"lie in [1, C = {capacity}]", kv_len)
     if sm_scale is not None and not -float("inf") < sm_scale < float("inf"):
         c.fail(op, "sm_scale", "be finite", sm_scale)
     if window_left < -1:
@@ -52,6 +49,15 @@ def _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn
     if attn_sink is not None:
         c.check_tensor(op, "attn_sink", attn_sink, (torch.float32,), (h_q,), device, "[Hq]")
         c.check_unit_last_stride(op, "attn_sink", attn_sink)
+    if k_new is not None:
+        for name, t in (("k_new", k_new), ("v_new", v_new)):
+            c.check_tensor(op, name, t, (q.dtype,), (b, h_kv, q.shape[2], d), device, "[B, Hkv, S, D]")
+            c.check_unit_last_stride(op, name, t)
+
+
+def _check_length(op: str, kv_len: int, capacity: int) -> None:
+    if not 1 <= kv_len <= capacity:
+        c.fail(op, "kv_len", f"lie in [1, C = {capacity}]", kv_len)
 
 
 def _check_lengths(op: str, kv_len: Tensor, capacity: int) -> None:
@@ -66,65 +72,75 @@ def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty((b, s, h_q, d)).transpose(1, 2), q.new_empty((b, h_q, s), dtype=torch.float32)
 
 
+_plans = c.Plans()
+
+
 def _run(op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink):
-    d = q.shape[3]
+    c.check_grad(op, q, k_cache, v_cache, attn_sink, k_new, v_new)
+    by_int = not isinstance(kv_len, Tensor)
+    layout = c.layout
+    device = q.device
+    target = dispatch.current_target(device)
+    key = (
+        q.dtype, device, q.shape, q.stride(), layout(k_cache), layout(v_cache), None if by_int else layout(kv_len), layout(attn_sink),
+        layout(k_new), layout(v_new), sm_scale, causal, window_left, softcap, target,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink, k_new, v_new)
+    if by_int:
+        _check_length(op, kv_len, k_cache.shape[2])
+    if k_new is not None:
+        c.check_written(
+            op,
+            {"k_cache": k_cache, "v_cache": v_cache},
+            {"q": q, "k_new": k_new, "v_new": v_new, "kv_len": kv_len, "attn_sink": attn_sink},
+        )
     arguments = dict(
-        q=q, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len, sm_scale=d**-0.5 if sm_scale is None else sm_scale,
+        q=q, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len, sm_scale=q.shape[3] ** -0.5 if sm_scale is None else sm_scale,
         causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink, k_new=k_new, v_new=v_new,
     )  # fmt: skip
-    kernel = dispatch.select(_OP, q.device, arguments)
-    if isinstance(kv_len, Tensor) and (c.checking() or (kernel is None and q.device.type == "cpu")):
+    if plan is None:
+        b, h_q, s, d = q.shape
+        strides = (s * h_q * d, d, h_q * d, 1)  # a contiguous [B, S, Hq, D] seen as [B, Hq, S, D]
+        plan = _plans[key] = *dispatch.select(_OP, device, target, arguments), tuple(q.shape), strides, (b, h_q, s)
+    kernel, backend, shape, strides, stat_shape = plan
+    if not by_int and (c.checking() or (kernel is None and device.type == "cpu")):
         _check_lengths(op, kv_len, k_cache.shape[2])
-    out, lse = _empty_outputs(q)
+    out = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
+    lse = torch.empty(stat_shape, dtype=torch.float32, device=device)
     if kernel is not None:
         kernel.launch(**arguments, out=out, lse=lse)
     else:
         reference.active_attention_into(out, lse, **arguments)
+    dispatch.record(backend)
     return out, lse
 
 
-def _real(
-    q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
-):
-    _check(_OP, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink)
+def _real(q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None):
     return _run(_OP, q, None, None, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
 
 
-def _fake(
-    q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
-):
-    _check(_OP, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink)
+def _fake(q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None):
+    c.check_grad(_OP, q, k_cache, v_cache, attn_sink)
+    _check(_OP, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink, None, None)
+    if isinstance(kv_len, int):
+        # A symbolic length is left to the real call: a guard here would split the graph of a decode loop.
+        _check_length(_OP, kv_len, k_cache.shape[2])
     return _empty_outputs(q)
-
-
-def _check_append(q, k_new, v_new, k_cache) -> None:
-    c.check_grad(_APPEND, k_new, v_new)
-    b, _, s, d = q.shape
-    for name, t in (("k_new", k_new), ("v_new", v_new)):
-        c.check_tensor(_APPEND, name, t, (q.dtype,), (b, k_cache.shape[1], s, d), q.device, "[B, Hkv, S, D]")
-        c.check_unit_last_stride(_APPEND, name, t)
 
 
 def _real_append(
     q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
 ):
-    _check(_APPEND, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink)
-    _check_append(q, k_new, v_new, k_cache)
-    c.check_written(
-        _APPEND,
-        {"k_cache": k_cache, "v_cache": v_cache},
-        {"q": q, "k_new": k_new, "v_new": v_new, "kv_len": kv_len, "attn_sink": attn_sink},
-    )
-    return _run(
-        _APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
-    )
+    return _run(_APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
 
 
 def _fake_append(
     q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
 ):
-    _check(_APPEND, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink)
-    _check_append(q, k_new, v_new, k_cache)
+    c.check_grad(_APPEND, q, k_cache, v_cache, attn_sink, k_new, v_new)
+    _check(_APPEND, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink, k_new, v_new)
     return _empty_outputs(q)
 
 

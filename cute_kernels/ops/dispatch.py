@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-# (operator family, architecture) -> module that holds the kernel. Each module offers
-#   can_implement(**arguments) -> str | None      None, or why this case is not supported
-#   launch(**arguments) -> results                what the operator returns
-# Modules are imported when first needed: they import the DSL.
+# (operator family, architecture) -> module that holds the kernel, imported when first needed (it imports the DSL). It offers
+#   can_implement(**arguments) -> str | None      None, or why this case is not supported: a function of shapes, strides, dtypes and
+#                                                 options alone, since its answer is kept; not of addresses or of a length
+#   launch(**arguments, **outputs)                 writes the outputs on the current stream
 KERNELS: dict[tuple[str, str], str] = {}
 
 _ARCH_NAMES = {"sm_90a": "Hopper (H100, H200)", "sm_100a": "Blackwell (B200)", "sm_103a": "Blackwell (B300)"}
@@ -40,12 +40,17 @@ def supported_text(family: str) -> str:
     return ", ".join(f"{a} {_ARCH_NAMES.get(a, '')}".strip() for a in archs) or "no architecture yet"
 
 
-def select(family: str, device: torch.device, arguments: dict[str, Any]) -> Any | None:
-    """The kernel module that is to run `family` on `device`, or None for the reference. Records the choice."""
-    from cute_kernels.jit import target as jit_target
+def current_target(device: torch.device) -> Any | None:
+    """The target to run on: the emulator's inside `emulate`, a GPU's own, None for a plain CPU or an unsupported GPU."""
+    global current_target
+    from cute_kernels.jit.target import current_target  # replaces this function: an import costs 1 us a call
 
+    return current_target(device)
+
+
+def select(family: str, device: torch.device, target: Any | None, arguments: dict[str, Any]) -> tuple[Any | None, str]:
+    """(the kernel module that is to run `family`, or None for the reference; the name `last_backend` gives it)."""
     kind = device.type
-    target = jit_target.current_target(device)
     if target is not None:
         path = KERNELS.get((family, target.arch))
         reason = f"{family} has no kernel for {target.arch} (kernels: {supported_text(family)})"
@@ -53,8 +58,7 @@ def select(family: str, device: torch.device, arguments: dict[str, Any]) -> Any 
             module = importlib.import_module(path)
             unsupported = module.can_implement(**arguments)
             if unsupported is None:
-                _state.backend = f"{target.arch}:{path.rsplit('.', 1)[-1]}"
-                return module
+                return module, f"{target.arch}:{path.rsplit('.', 1)[-1]}"
             reason = f"{family} on {target.arch}: {unsupported}"
         if kind == "cpu":
             raise NoKernelError(reason)
@@ -63,5 +67,8 @@ def select(family: str, device: torch.device, arguments: dict[str, Any]) -> Any 
     if kind != "cpu" and (family, reason) not in _warned:
         _warned.add((family, reason))
         warnings.warn(f"cute_kernels: {reason}; running the exact reference on {device}, which is slow", stacklevel=4)
-    _state.backend = f"reference[{kind}]"
-    return None
+    return None, f"reference[{kind}]"
+
+
+def record(backend: str) -> None:
+    _state.backend = backend

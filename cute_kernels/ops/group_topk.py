@@ -8,6 +8,7 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.ops import _common as c
 from cute_kernels.ops import dispatch
+from cute_kernels.ops.sparse_prefill import check_topk_length
 
 _OP = "group_topk"
 MAX_GROUP = 8  # slots of head_group_mask
@@ -58,18 +59,17 @@ def _real(indices, s_kv, group_size=8, topk_length=None, cu_seqlens_q=None, max_
     arguments = dict(
         indices=indices, s_kv=s_kv, group_size=group_size, topk_length=topk_length, cu_seqlens_q=cu_seqlens_q, n=n, u=u
     )
-    kernel = dispatch.select(_OP, indices.device, arguments)
+    target = dispatch.current_target(indices.device)
+    kernel, backend = dispatch.select(_OP, indices.device, target, arguments)
     strict = c.checking() or (kernel is None and indices.device.type == "cpu")
-    topk = indices.shape[2]
     if strict and topk_length is not None and topk_length.numel():
-        low, high = int(topk_length.min()), int(topk_length.max())
-        if low < 0 or high > topk:
-            c.fail(_OP, "topk_length", f"lie in [0, topk = {topk}]", f"values from {low} to {high}")
+        check_topk_length(_OP, topk_length, indices.shape[2])
     result = reference.group_topk(**arguments) if kernel is None else kernel.launch(**arguments)
     if strict and n and max_union is not None:
         need = int(result[1].max())
         if need > u:
             c.fail(_OP, "max_union", f"hold the longest union, {need} keys", f"{max_union} (capacity {u})")
+    dispatch.record(backend)
     return result
 
 

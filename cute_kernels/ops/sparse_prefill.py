@@ -25,7 +25,7 @@ c.define(f"{_OP}.out({_ARGS}, *, Tensor(a!) out) -> (Tensor, Tensor)")
 
 
 def _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out) -> None:
-    c.check_grad(_OP, q, kv, attn_sink, out)
+    """Everything that layouts and numbers decide."""
     device = q.device
     c.check_tensor(_OP, "q", q, (torch.bfloat16,), (None, None, None), device, "[s_q, h_q, d_qk]")
     s_q, h_q, d_qk = q.shape
@@ -74,37 +74,56 @@ def _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mas
         c.check_row_strides(_OP, "out", out)
 
 
+_plans = c.Plans()
+
+
 def _run(out, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size):
-    _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out)
-    tensors = {"q": q, "kv": kv, "head_group_mask": head_group_mask}
-    for name, t in (tensors | {"out": out}).items():
-        if t is not None:
-            c.check_base(_OP, name, t)
-    if out is not None:
-        others = {"indices": indices, "attn_sink": attn_sink, "topk_length": topk_length}
-        c.check_written(_OP, {"out": out}, tensors | others)
-    s_q, h_q, _ = q.shape
+    c.check_grad(_OP, q, kv, attn_sink, out)
+    layout = c.layout
+    device = q.device
+    target = dispatch.current_target(device)
+    key = (
+        q.dtype, device, q.shape, q.stride(), layout(kv), layout(indices), sm_scale, d_v, layout(attn_sink), layout(topk_length),
+        layout(head_group_mask), head_group_size, layout(out), target,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out)
+    c.check_base(_OP, "q", q)
+    c.check_base(_OP, "kv", kv)
+    if head_group_mask is not None:
+        c.check_base(_OP, "head_group_mask", head_group_mask)
     arguments = dict(
         q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
         head_group_mask=head_group_mask, head_group_size=head_group_size,
     )  # fmt: skip
-    kernel = dispatch.select("sparse_prefill", q.device, arguments)
-    if topk_length is not None and s_q and (c.checking() or (kernel is None and q.device.type == "cpu")):
-        topk = indices.shape[2]
-        low, high = int(topk_length.min()), int(topk_length.max())
-        if low < 0 or high > topk:
-            c.fail(_OP, "topk_length", f"lie in [0, topk = {topk}]", f"values from {low} to {high}")
+    if out is not None:
+        c.check_base(_OP, "out", out)
+        c.check_written(_OP, {"out": out}, {n: t for n, t in arguments.items() if isinstance(t, Tensor)})
+    if plan is None:
+        s_q, h_q, _ = q.shape
+        plan = _plans[key] = *dispatch.select("sparse_prefill", device, target, arguments), (s_q, h_q), (s_q, h_q, d_v)
+    kernel, backend, stat_shape, out_shape = plan
+    empty = stat_shape[0] == 0 or stat_shape[1] == 0
+    if topk_length is not None and not empty and (c.checking() or (kernel is None and device.type == "cpu")):
+        check_topk_length(_OP, topk_length, indices.shape[2])
     if out is None:
-        out = q.new_empty((s_q, h_q, d_v))
-    max_logits = q.new_empty((s_q, h_q), dtype=torch.float32)
-    lse = q.new_empty((s_q, h_q), dtype=torch.float32)
-    if s_q == 0 or h_q == 0:
-        return out, max_logits, lse
-    if kernel is not None:
-        kernel.launch(**arguments, out=out, max_logits=max_logits, lse=lse)
-    else:
-        reference.sparse_prefill_into(out, max_logits, lse, **arguments)
+        out = torch.empty(out_shape, dtype=q.dtype, device=device)
+    max_logits = torch.empty(stat_shape, dtype=torch.float32, device=device)
+    lse = torch.empty(stat_shape, dtype=torch.float32, device=device)
+    if not empty:
+        if kernel is not None:
+            kernel.launch(**arguments, out=out, max_logits=max_logits, lse=lse)
+        else:
+            reference.sparse_prefill_into(out, max_logits, lse, **arguments)
+    dispatch.record(backend)
     return out, max_logits, lse
+
+
+def check_topk_length(op: str, topk_length: Tensor, topk: int) -> None:
+    low, high = int(topk_length.min()), int(topk_length.max())
+    if low < 0 or high > topk:
+        c.fail(op, "topk_length", f"lie in [0, topk = {topk}]", f"values from {low} to {high}")
 
 
 def _real(
@@ -122,6 +141,7 @@ def _real_out(
 def _fake(
     q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16
 ):
+    c.check_grad(_OP, q, kv, attn_sink)
     _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, None)
     s_q, h_q, _ = q.shape
     stats = [q.new_empty((s_q, h_q), dtype=torch.float32) for _ in range(2)]
@@ -131,6 +151,7 @@ def _fake(
 def _fake_out(
     q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16, *, out
 ):
+    c.check_grad(_OP, q, kv, attn_sink, out)
     _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out)
     s_q, h_q, _ = q.shape
     return tuple(q.new_empty((s_q, h_q), dtype=torch.float32) for _ in range(2))

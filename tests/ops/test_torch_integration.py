@@ -185,7 +185,7 @@ def test_import_registers_everything_and_touches_no_gpu():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_values_are_checked_on_request(monkeypatch):
-    assert not ck.ops._common.checking()
-    monkeypatch.setenv("CUTE_KERNELS_CHECK", "1")
-    assert ck.ops._common.checking()
+def test_values_are_checked_on_request():
+    done = run("import cute_kernels as ck; print(ck.ops._common.checking())", CUTE_KERNELS_CHECK="1")
+    assert done.stdout == "True\n", done.stderr
+    assert run("import cute_kernels as ck; print(ck.ops._common.checking())").stdout == "False\n"
