@@ -233,12 +233,13 @@ def patch_tvm_ffi(patches: PatchSet) -> None:
         import cutlass.cutlass_dsl.tvm_ffi_provider  # noqa: F401  (registers the kind that is wrapped below)
     plain = table.get("CUDADialectError", RuntimeError)
 
-    def dialect_error(message):
-        emulation = current()
-        pending = take_pending(emulation) if emulation is not None else None
-        return pending if pending is not None else plain(message)
+    class DialectError(plain):  # the table must hold types
+        def __new__(cls, message):
+            emulation = current()
+            pending = take_pending(emulation) if emulation is not None else None
+            return pending if pending is not None else plain(message)
 
-    patches.set_item(table, "CUDADialectError", dialect_error)
+    patches.set_item(table, "CUDADialectError", DialectError)
 
 
 def patch_cuda_python(patches: PatchSet) -> None:
@@ -386,6 +387,8 @@ def patch_torch(patches: PatchSet, torch) -> None:
 
     for name, function in tensors.dlpack_methods(torch).items():
         patches.set(torch.Tensor, name, function)
+    # torch parses the stream argument before a function mode sees the call, so the method itself is replaced.
+    patches.set(torch.Tensor, "record_stream", when_active(torch.Tensor.record_stream, lambda e, tensor, stream: None))
 
     def put(module, name, replacement):
         original = getattr(module, name, None)

@@ -345,6 +345,15 @@ def no_op(emulation, *args):
     return SUCCESS
 
 
+def stream_wait_event(original, stream, event, flags):
+    """Streams are one queue in an emulation."""
+    if current() is not None:
+        return SUCCESS
+    from cuda.bindings import runtime
+
+    return int(runtime.cudaStreamWaitEvent(runtime.cudaStream_t(stream), runtime.cudaEvent_t(event), flags)[0])
+
+
 @_guard
 def create_handle(emulation, out, *args):
     handle, keep = _handle()
@@ -492,7 +501,7 @@ CALLBACKS = {
     "_cudaDeviceGetAttribute": (CFUNCTYPE(_I, _P, _I, _I), device_get_attribute),
     "_cudaDeviceSynchronize": (CFUNCTYPE(_I), no_op),
     "_cudaStreamSynchronize": (CFUNCTYPE(_I, _P), no_op),
-    "_cudaStreamWaitEvent": (CFUNCTYPE(_I, _P, _P, _U), no_op),
+    "_cudaStreamWaitEvent": (CFUNCTYPE(_I, _P, _P, _U), stream_wait_event),
     "_cudaStreamCreate": (CFUNCTYPE(_I, _P), create_handle),
     "_cudaStreamDestroy": (CFUNCTYPE(_I, _P), no_op),
     "_cudaEventCreate": (CFUNCTYPE(_I, _P), create_handle),

@@ -246,8 +246,6 @@ def device_pretence(torch):
             name = getattr(function, "__name__", "")
             if name == "get_device":
                 return 0
-            if name in ("record_stream",):
-                return None
             if name == "cuda":
                 return args[0]
             if name in ("__dlpack__", "__dlpack_device__"):
