@@ -90,7 +90,9 @@ def _run(op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window
         _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink, k_new, v_new)
     if by_int:
         _check_length(op, kv_len, k_cache.shape[2])
-    if k_new is not None:
+    if k_new is not None and (
+        plan is None or not c.ranges_disjoint((q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink), plan[-1])
+    ):
         c.check_written(
             op,
             {"k_cache": k_cache, "v_cache": v_cache},
@@ -103,8 +105,12 @@ def _run(op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window
     if plan is None:
         b, h_q, s, d = q.shape
         strides = (s * h_q * d, d, h_q * d, 1)  # a contiguous [B, S, Hq, D] seen as [B, Hq, S, D]
-        plan = _plans[key] = *dispatch.select(_OP, device, target, arguments), tuple(q.shape), strides, (b, h_q, s)
-    kernel, backend, shape, strides, stat_shape = plan
+        extents = [] if k_new is None else [
+            c.extent_bytes(t) for t in (q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink)
+        ]  # fmt: skip
+        choice = dispatch.select(_OP, device, target, arguments)
+        plan = _plans[key] = *choice, tuple(q.shape), strides, (b, h_q, s), extents
+    kernel, backend, shape, strides, stat_shape, _ = plan
     if not by_int and (c.checking() or (kernel is None and device.type == "cpu")):
         _check_lengths(op, kv_len, k_cache.shape[2])
     out = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)

@@ -198,3 +198,19 @@ def test_misaligned_singleton_dimensions_do_not_matter():
     inputs = oracles.sparse_inputs(1, 1, 20, 8, 576)
     q = inputs["q"].as_strided((1, 1, 576), (577, 577, 1))
     ck.sparse_prefill(q, inputs["kv"], inputs["indices"], 0.5)
+
+
+def test_a_layout_seen_before_is_still_checked_for_overlap_and_gradients():
+    good = appended()
+    ck.active_attention_append(**good)
+    with pytest.raises(ValueError, match="k_cache must not overlap v_cache"):
+        ck.active_attention_append(**good | dict(v_cache=good["k_cache"]))
+    with pytest.raises(RuntimeError, match="no backward"):
+        ck.active_attention_append(**good | dict(q=good["q"].clone().requires_grad_()))
+    sized = sparse()
+    ck.sparse_prefill(**sized)
+    with pytest.raises(ValueError, match="q must start at an address"):
+        ck.sparse_prefill(**sized | dict(q=misaligned((4, 32, 576)).copy_(sized["q"])))
+    ck.active_attention(**active())
+    with pytest.raises(ValueError, match="kv_len must lie in"):
+        ck.active_attention(**active(kv_len=99))
