@@ -91,30 +91,54 @@ class PtxKeeper:
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="cute_kernels_emulator_")
         self._serial = 0
-        self._seen: set[str] = set()
+        self._watched: list[tuple[str, str]] = []
+        self._changed: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-    def next_stem(self) -> str:
-        """A new file name without suffix."""
+    def keep(self, option: Any, suffix: str, stem: str, arch: str) -> None:
+        """Makes a compile option (KeepPTX or KeepCUBIN) write `stem`.`arch`.`suffix`, until `restore_option`."""
+        self._changed[id(option)] = option, dict(vars(option))
+        option.value = True
+        option.dump_path = stem
+        setattr(option, f"full_{suffix}_path", f"{stem}.{arch}.{suffix}")
+
+    def restore_option(self, option: Any) -> None:
+        """Gives an option back what it had before `keep`: the DSL shares default options between compilations."""
+        changed = self._changed.pop(id(option), None)
+        if changed is not None:
+            vars(option).clear()
+            vars(option).update(changed[1])
+
+    def next_stem(self, arch: str) -> str:
+        """A new file name without suffix, for a compilation whose files are then watched."""
         self._serial += 1
-        return os.path.join(self.folder, f"k{self._serial}")
+        stem = os.path.join(self.folder, f"k{self._serial}")
+        self.watch(f"{stem}.{arch}.ptx", f"{stem}.{arch}.cubin")
+        return stem
+
+    def watch(self, ptx_path: str, cubin_path: str) -> None:
+        """Adds a pair of files that the next compilation writes; they are read, not removed."""
+        self._watched.append((ptx_path, cubin_path))
 
     def collect(self) -> None:
-        """Registers every PTX file that has its cubin beside it under the cubin's hash."""
-        for name in sorted(os.listdir(self.folder)):
-            stem, suffix = os.path.splitext(name)
-            if suffix != ".cubin" or stem in self._seen:
+        """Registers the PTX of every pair of files written since the last call under the hash of its cubin."""
+        pairs, self._watched = self._watched, []
+        for ptx_path, cubin_path in pairs:
+            if not (os.path.exists(ptx_path) and os.path.exists(cubin_path)):
+                self._watched.append((ptx_path, cubin_path))  # not compiled yet, or compilation failed
                 continue
-            text_path = os.path.join(self.folder, stem + ".ptx")
-            if os.path.exists(text_path):
-                with open(os.path.join(self.folder, name), "rb") as file:
-                    key = ptx_store.cubin_hash(file.read())
-                with open(text_path, encoding="utf-8") as file:
-                    ptx_store.register_ptx(key, file.read())
-                self._seen.add(stem)
+            with open(cubin_path, "rb") as file:
+                key = ptx_store.cubin_hash(file.read())
+            with open(ptx_path, encoding="utf-8") as file:
+                ptx_store.register_ptx(key, file.read())
+            if ptx_path.startswith(self.folder):
+                os.unlink(ptx_path)
+                os.unlink(cubin_path)
 
     def close(self) -> None:
-        """Reads what is left and removes the folder."""
+        """Reads what is left, restores the compile options and removes the folder."""
         self.collect()
+        for option, _ in list(self._changed.values()):
+            self.restore_option(option)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -128,21 +152,21 @@ def patch_dsl(patches: PatchSet, keeper: PtxKeeper, reloads: weakref.WeakSet) ->
     apply = compiler.CompileOptions.apply_envar_settings
 
     def apply_envar_settings(emulation, self, envar, function_name):
-        options = self.options
-        keep = options[compiler.KeepPTX], options[compiler.KeepCUBIN]
-        wanted = [option.value for option in keep]
+        kept = [self.options[option] for option in (compiler.KeepPTX, compiler.KeepCUBIN)]
+        for option in kept:
+            keeper.restore_option(option)
         apply(self, envar, function_name)
-        if wanted[0] or wanted[1] or envar.keep_ptx or envar.keep_cubin:
-            # The caller wants the files: leave them where they go, both of them, and read them from there.
-            for option in keep:
+        if any(option.value for option in kept):
+            # The caller wants files. They go where the caller said, and copies are taken from there.
+            for option in kept:
                 option.value = True
             apply(self, envar, function_name)
+            keeper.watch(kept[0].full_ptx_path, kept[1].full_cubin_path)
             return
-        stem = keeper.next_stem()
-        for option, suffix in zip(keep, ("ptx", "cubin")):
-            option.value = True
-            option.dump_path = stem
-            setattr(option, f"full_{suffix}_path", f"{stem}.{suffix}")
+        arch = self.options[compiler.GPUArch].value or envar.arch  # the compiler appends it to the names
+        stem = keeper.next_stem(arch)
+        for option, suffix in zip(kept, ("ptx", "cubin")):
+            keeper.keep(option, suffix, stem, arch)
 
     patches.set(compiler.CompileOptions, "apply_envar_settings", when_active(apply, apply_envar_settings))
 
