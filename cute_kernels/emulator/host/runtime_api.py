@@ -9,8 +9,9 @@ module loads itself anew (from the real runtime, or from the next emulation).
 
 from __future__ import annotations
 
-import bisect
 import ctypes
+import errno
+import os
 import struct
 import threading
 from ctypes import CFUNCTYPE, c_int32, c_uint32, c_uint64, c_void_p
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field
 
 from . import params, ptx_store
 from .context import Capture, Emulation, current
-from .redirect import mapped_ranges
 
 SUCCESS, INVALID_VALUE, MEMORY_ALLOCATION, INVALID_HANDLE, NOT_SUPPORTED, UNKNOWN = 0, 1, 2, 400, 801, 999
 _ATTR_CLUSTER, _ATTR_COOPERATIVE, _ATTR_PROGRAMMATIC = 4, 2, 6
@@ -525,15 +525,20 @@ CALLBACKS = {
 
 
 def release() -> None:
-    """Clears the library word of every module loaded by an emulation; each then loads itself anew when next called."""
-    writable = [(start, end) for start, end, permissions in mapped_ranges() if permissions.startswith("rw")]
-    starts = [start for start, _ in writable]
-    with _lock:
-        for word, handle in list(_owners.items()):
-            index = bisect.bisect_right(starts, word) - 1
-            # A module that was freed without its destructor may have left the map; its word must not be touched.
-            if index >= 0 and word + 8 <= writable[index][1] and c_uint64.from_address(word).value == handle:
-                c_uint64.from_address(word).value = 0
+    """Clears the library word of every module loaded by an emulation; each then loads itself anew when next called.
+
+    A module that was freed without its destructor leaves a word that may be unmapped, even by another thread just now:
+    the words are read and written through /proc/self/mem, which answers with an error where an access would fault.
+    """
+    with _lock, open("/proc/self/mem", "r+b", buffering=0) as memory:
+        for word, handle in _owners.items():
+            expected = struct.pack("<Q", handle)
+            try:
+                if os.pread(memory.fileno(), 8, word) == expected:
+                    os.pwrite(memory.fileno(), bytes(8), word)
+            except OSError as error:
+                if error.errno not in (errno.EIO, errno.EFAULT):
+                    raise
         _owners.clear()
         _libraries.clear()
         _kernels.clear()
