@@ -151,6 +151,8 @@ def emulate(
 
             stack.enter_context(tensors.device_pretence(torch))
         yield emulation
+        if emulation.pending is not None:
+            raise emulation.pending  # of host code that looks at no return value
 
 
 __all__ = ["CHECKS", "SCHEDULES", "current", "emulate", "is_installed"]

@@ -407,6 +407,62 @@ def occupancy(emulation, out, kernel, threads, smem):
     return SUCCESS
 
 
+# Orders of the driver's enums CUtensorMapDataType, Interleave, Swizzle, L2promotion and FloatOOBfill.
+_MAP_DTYPES = (
+    "u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32_ftz", "tf32", "tf32_ftz", "b4x16",
+    "b4x16_p64", "b6x16_p32",
+)  # fmt: skip
+_MAP_SWIZZLES = ("none", "32B", "64B", "128B", "128B_32B-atom", "128B_32B-atom_8B-flip", "128B_64B-atom")
+
+
+def encode_tensor_map(original, out, dtype, rank, address, dims, strides, box, steps, interleave, swizzle, l2, fill):
+    """cuTensorMapEncodeTiled: packs a tensor map into the 128 bytes at `out`, or refuses as the driver does."""
+    extents = tuple((_L * rank).from_address(dims))
+    pitches = tuple((_L * (rank - 1)).from_address(strides)) if rank > 1 else ()
+    boxes, step = tuple((_U * rank).from_address(box)), tuple((_U * rank).from_address(steps))
+    emulation = current()
+    if emulation is None:
+        return _real_tensor_map(out, dtype, rank, address, extents, pitches, boxes, step, interleave, swizzle, l2, fill)
+    try:
+        from ..datapath.tensormap import TensorMap
+
+        tensor_map = TensorMap(
+            address=address or 0, dtype=_MAP_DTYPES[dtype], dims=extents, strides=pitches, box=boxes,
+            element_strides=step, interleave=("none", "16B", "32B")[interleave], swizzle=_MAP_SWIZZLES[swizzle],
+            oob_fill=("zero", "nan")[fill], l2_promotion=(0, 64, 128, 256)[l2],
+        )  # fmt: skip
+        tensor_map.check()
+        ctypes.memmove(out, tensor_map.encode(), 128)
+        return SUCCESS
+    except BaseException as error:
+        return _fail(emulation, error, INVALID_VALUE)
+
+
+def _real_tensor_map(out, dtype, rank, address, dims, strides, box, steps, interleave, swizzle, l2, fill) -> int:
+    from cuda.bindings import driver
+
+    wide, narrow = driver.cuuint64_t, driver.cuuint32_t
+    error, tensor_map = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType(dtype), rank, address or 0, [wide(d) for d in dims], [wide(s) for s in strides],
+        [narrow(b) for b in box], [narrow(s) for s in steps], driver.CUtensorMapInterleave(interleave),
+        driver.CUtensorMapSwizzle(swizzle), driver.CUtensorMapL2promotion(l2), driver.CUtensorMapFloatOOBfill(fill),
+    )  # fmt: skip
+    if int(error) == 0:
+        ctypes.memmove(out, tensor_map.getPtr(), 128)
+    return int(error)
+
+
+def assert_success(original, code):
+    """The host code of device-side asserts aborts the process on an error; an emulation raises it later instead."""
+    emulation = current()
+    if code and (emulation is None or emulation.pending is None):
+        from cuda.bindings import runtime
+
+        name = runtime.cudaGetErrorName(runtime.cudaError_t(code))[1].decode()
+        os.write(2, f"CUDA Dialect Assertion failed on CUDA error: {name}\n".encode())
+        os.abort()
+
+
 class _Config(ctypes.Structure):
     _fields_ = [
         ("grid", _U * 3),
@@ -519,6 +575,8 @@ CALLBACKS = {
     "_cudaOccupancyMaxActiveBlocksPerMultiprocessor": (CFUNCTYPE(_I, _P, _P, _I, _L), occupancy),
     "_cudaLaunchKernel": (CFUNCTYPE(_I, _P, _U, _U, _U, _U, _U, _U, _P, _L, _P), launch_kernel),
     "_cudaLaunchKernelEx": (CFUNCTYPE(_I, _P, _P, _P), launch_kernel_ex),
+    "_cuTensorMapEncodeTiled": (CFUNCTYPE(_I, _P, _I, _U, _P, _P, _P, _P, _P, _I, _I, _I, _I), encode_tensor_map),
+    "cuda_dialect_assert_success": (CFUNCTYPE(None, _I), assert_success),
     "cuda_dialect_init_library_once": (CFUNCTYPE(_I, _P, _P, _P, _P), init_library_once),
     "cuda_dialect_unload_library_once": (CFUNCTYPE(None, _P), unload_library_once),
 }
