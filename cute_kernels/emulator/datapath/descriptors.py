@@ -82,16 +82,11 @@ def decode_smem_desc(raw: int) -> SmemDesc:
 
 @lru_cache(maxsize=8192)
 def decode_wgmma_desc(raw: int) -> SmemDesc:
-    """Decode a wgmma matrix descriptor (PTX ISA 9.7.15.5.1): no constant bits, swizzle in bits 62-63.
+    """Decode a wgmma matrix descriptor (PTX ISA 9.7.15.5.1.2.2): no constant bits, swizzle in bits 62-63.
 
-    Raises:
-        IllegalOperand: bits that the format leaves undefined are set.
+    Every bit pattern is legal; the undefined bits 14-15, 30-31, 46-48 and 52-61 are ignored.
     """
     raw = int(raw)
-    for low, high in ((14, 15), (30, 31), (46, 48), (52, 61)):
-        bits = (raw >> low) & ((1 << (high - low + 1)) - 1)
-        if bits:
-            raise IllegalOperand(f"matrix descriptor bits {low}-{high}", bits, "must be 0")
     return SmemDesc(raw, (raw & 0x3FFF) << 4, ((raw >> 16) & 0x3FFF) << 4, ((raw >> 32) & 0x3FFF) << 4,
                     (raw >> 49) & 7, _WGMMA_SWIZZLE[(raw >> 62) & 3])
 
