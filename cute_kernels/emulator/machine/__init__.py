@@ -1,0 +1,1 @@
+"""The machine: warps, CTAs, clusters, memories, barriers, asynchronous agents, the scheduler and the checkers."""

@@ -1,0 +1,107 @@
+"""mbarrier objects, named CTA barriers and the cluster barrier."""
+
+from __future__ import annotations
+
+import numpy as np
+
+TX_LIMIT = (1 << 20) - 1
+
+
+class MBarrier:
+    """State of one mbarrier: `phase` counts completed phases, so its parity is that of the current one."""
+
+    __slots__ = ("cta", "offset", "expected", "pending", "tx", "phase", "clock", "done", "line", "seen", "waiters")
+
+    def __init__(self, cta, offset: int, expected: int, line: int) -> None:
+        self.cta, self.offset = cta, offset
+        self.expected = self.pending = expected
+        self.tx = 0
+        self.phase = 0
+        self.line = line
+        self.clock = None  # released so far in the current phase
+        self.done = None  # released by all completed phases
+
+    def name(self) -> str:
+        rank = f" of CTA rank {self.cta.rank}" if len(self.cta.cluster.ctas) > 1 else ""
+        return f"mbarrier at shared byte {self.offset}{rank}"
+
+    def describe(self) -> str:
+        return (
+            f"{self.name()} (init at PTX line {self.line}): phase {self.phase} (parity {self.phase & 1}), "
+            f"{self.pending} of {self.expected} arrivals pending, {self.tx} bytes of tx-count pending"
+        )
+
+    def join(self, clock) -> None:
+        if clock is not None:
+            if self.clock is None:
+                self.clock = clock.copy()
+            else:
+                np.maximum(self.clock, clock, out=self.clock)
+
+    def settle(self) -> bool:
+        """Complete the phase if nothing is pending."""
+        if self.pending != 0 or self.tx != 0:
+            return False
+        self.phase += 1
+        self.pending = self.expected
+        if self.clock is not None:
+            if self.done is None:
+                self.done = self.clock
+            else:
+                np.maximum(self.done, self.clock, out=self.done)
+            self.clock = None
+        self.cta.machine.events += 1
+        return True
+
+
+class NamedBarrier:
+    """bar/barrier resource 0-15: threads arrived in the current generation."""
+
+    __slots__ = ("arrived", "generation", "clock", "done", "expected", "votes", "result", "waiting")
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        self.generation = 0
+        self.clock = None
+        self.done = None
+        self.expected = 0
+        self.votes = [0, True, False]  # popc, and, or
+        self.result = (0, True, False)
+        self.waiting: list[str] = []
+
+    def arrive(self, warp, threads: int, expected: int, pred: np.ndarray | None, sync: bool) -> None:
+        if pred is not None:
+            n = int(pred.sum())
+            self.votes[0] += n
+            self.votes[1] &= n == len(pred)
+            self.votes[2] |= n > 0
+        if warp.clock is not None:
+            if self.clock is None:
+                self.clock = warp.clock.copy()
+            else:
+                np.maximum(self.clock, warp.clock, out=self.clock)
+            warp.tick()
+        self.arrived += threads
+        self.expected = expected
+
+    def settle(self) -> bool:
+        if self.arrived < self.expected:
+            return False
+        self.arrived -= self.expected
+        self.generation += 1
+        self.done, self.clock = self.clock, None
+        self.result = tuple(self.votes)
+        self.votes = [0, True, False]
+        return True
+
+
+class ClusterBarrier:
+    """barrier.cluster: arrivals of all threads of the cluster that have not exited."""
+
+    __slots__ = ("arrived", "generation", "clock", "done")
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        self.generation = 0
+        self.clock = None
+        self.done = None

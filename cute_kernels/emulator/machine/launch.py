@@ -1,0 +1,771 @@
+"""Runs one kernel launch: residency, the scheduler, the three schedules of asynchronous work, and the findings."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..ptx.ir import Module, PtxError, UnsupportedInstruction
+from ..ptx.parser import parse
+from . import ops_async, ops_mem, ops_mma, ops_sync, ops_tensor  # noqa: F401  (they register their instructions)
+from .clocks import FULL  # noqa: F401
+from .counters import Counters, tally
+from .hazards import Deadlock, EmulationError, Hazard
+from .memory import GlobalMemory
+from .program import BLOCKING, BRANCH, CODE, INDIRECT, Program
+from .state import POISON32, SMEM_BYTES, Cluster, RegisterFile, Split, Warp, bits_mask, mask_bits
+
+QUANTUM = 400  # items a warp runs before others get a turn; bounds spinning on memory
+IDLE_ROUNDS = 3000  # rounds in which nothing observable happened before a livelock is reported
+MAX_HAZARDS = 200
+
+
+@dataclass
+class LaunchRecord:
+    """What one launch did. `hazards` is empty for a clean kernel; `printed` holds the device's printf output."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_smem: int
+    schedule: str
+    seed: int
+    checks: str
+    counters: Counters = field(default_factory=Counters)
+    hazards: list[Hazard] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
+    wall_seconds: float = 0.0
+    error: str = ""
+
+    def as_dict(self) -> dict:
+        return {
+            "entry": self.entry, "grid": self.grid, "block": self.block, "cluster": self.cluster, "dynamic_smem": self.dynamic_smem,
+            "schedule": self.schedule, "seed": self.seed, "checks": self.checks, "counters": self.counters.as_dict(),
+            "hazards": [h.as_dict() for h in self.hazards], "printed": self.printed, "wall_seconds": self.wall_seconds, "error": self.error,
+        }  # fmt: skip
+
+
+_PROGRAMS: dict = {}
+
+
+def load_program(module: Module, entry: str, *, fine: bool, checking: bool) -> Program:
+    """Decode an entry, or find it decoded: programs are kept by text, entry and mode for the life of the process."""
+    key = (hash(module.text), len(module.text), entry, fine, checking)
+    program = _PROGRAMS.get(key)
+    if program is None:
+        if len(_PROGRAMS) > 64:
+            _PROGRAMS.clear()
+        program = _PROGRAMS[key] = Program(module, entry, fine=fine, checking=checking)
+    return program
+
+
+class Machine:
+    """State of one launch."""
+
+    def __init__(self, program: Program, grid, block, cluster, cluster_given, dynamic_smem, params, memory, schedule, seed, checks):
+        self.program = program
+        self.grid, self.block, self.cluster_dim, self.cluster_given = grid, block, cluster, cluster_given
+        self.dynamic_smem = dynamic_smem
+        self.static_smem = program.flat.static_shared
+        self.memory: GlobalMemory = memory.copy()
+        self.schedule, self.checks = schedule, checks
+        self.rng = np.random.default_rng(seed)
+        self.checking = checks != "off"
+        self.strict = checks == "strict"
+        self.nwarps = (block[0] * block[1] * block[2] + 31) // 32
+        self.initial_regs = self._initial_regs()
+        self.events = 0
+        self.rounds = 0
+        self.ticks = 0
+        self.bytes: Counter = Counter()
+        self.hazards: list[Hazard] = []
+        self._seen_hazards: set = set()
+        self.printed: list[str] = []
+        self.pending: list = []
+        self.sync_vars: dict = {}
+        self.tensor_maps: dict = {}
+        self.granule_cache: dict = {}
+        self.cta_group = None
+        self.tensor_cycles = 0.0
+        self.tensor_flops = 0
+        self.started_ctas = 0
+        self.warp_counts: dict[int, list[int]] = {}
+        self.warp_waits: Counter = Counter()
+        self.warp_tensor: defaultdict = defaultdict(float)
+        self._regs: list[RegisterFile] = []
+        self._smems: list[np.ndarray] = []
+        self._mbar_granules: dict = {}
+        self._shadow_reset: list = []
+        self.const_ranges: list[tuple[int, int]] = []
+        self._symbols: dict = {}
+        self._load_module(params)
+        for a in self.memory.allocations:
+            a.shadow = None
+        gx, gy, gz = (grid[k] // cluster[k] for k in range(3))
+        self.waiting = [(x, y, z) for z in range(gz) for y in range(gy) for x in range(gx)]
+        self.waiting.reverse()
+        self.next_uid = 0
+        self.clusters: list[Cluster] = []
+
+    def _initial_regs(self) -> int:
+        """Registers per thread at launch: .maxnreg, else what ptxas gives kernels that use setmaxnreg (all of the file)."""
+        d = self.program.flat.directives
+        if d.get("maxnreg"):
+            return d["maxnreg"][0]
+        return min(255, 65536 // max(1, self.nwarps * 32)) // 8 * 8
+
+    # -- module memory
+    def _load_module(self, params: bytes) -> None:
+        self.param_size = max(self.program.flat.param_bytes, len(params))
+        self._param_store = np.zeros(self.param_size + 256, np.uint8)
+        start = -self._param_store.ctypes.data % 128
+        self.param_bytes = self._param_store[start : start + max(self.param_size, 1)]
+        self.param_bytes[: len(params)] = np.frombuffer(params, np.uint8)
+        self.param_address = self.param_bytes.ctypes.data
+        if len(params) < self.program.flat.param_bytes:
+            raise EmulationError(f"{len(params)} parameter bytes; {self.program.flat.name} declares {self.program.flat.param_bytes}")
+        self.memory.add(self.param_address, max(self.param_size, 1), writable=False, name="kernel parameters", keep=self._param_store)
+        stores = []
+        for var in self.program.module.variables:
+            if var.space not in ("global", "const"):
+                continue
+            size = max(var.size, 1)
+            raw = np.zeros(size + 512, np.uint8)
+            at = -raw.ctypes.data % max(var.align, 256)
+            view = raw[at : at + size]
+            self._symbols[var] = view.ctypes.data
+            stores.append((var, view))
+            self.memory.add(view.ctypes.data, size, writable=var.space == "global", name=f"variable {var.name}", keep=raw)
+            if var.space == "const":
+                self.const_ranges.append((view.ctypes.data, size))
+        by_name = {v.name: a for v, a in self._symbols.items()}
+        for var, view in stores:
+            _initialise(var, view, by_name)
+
+    def symbol_address(self, var) -> int:
+        if var not in self._symbols:
+            raise EmulationError(f"the address of {var.name} ({var.space}) is not known")
+        return self._symbols[var]
+
+    # -- pools
+    def take_registers(self) -> RegisterFile:
+        if self._regs:
+            regs = self._regs.pop()
+            regs.poison()
+            return regs
+        return RegisterFile(self.program.flat.reg_counts)
+
+    def take_smem(self) -> np.ndarray:
+        smem = self._smems.pop() if self._smems else np.empty(SMEM_BYTES, np.uint8)
+        smem.view(np.uint32).fill(POISON32)
+        return smem
+
+    # -- findings
+    def where(self, ins) -> str:
+        source = self.program.source_of(ins)
+        return f" ({source})" if source else ""
+
+    def report(self, kind, w, ins, message, *, other_line: int = 0, default: bool = True) -> None:
+        """Record a hazard once per (kind, line, other line). `default=False`: only at the strict level."""
+        if not self.checking or (not default and not self.strict):
+            return
+        key = (kind, ins.line, other_line)
+        if key in self._seen_hazards or len(self.hazards) >= MAX_HAZARDS:
+            return
+        self._seen_hazards.add(key)
+        self.hazards.append(
+            Hazard(kind, message, ins.line, self.program.source_of(ins), other_line, self._source_of_line(other_line), w.cta.ctaid, w.index)
+        )
+
+    def _source_of_line(self, line: int) -> str:
+        if not line:
+            return ""
+        table = getattr(self.program, "line_sources", None)
+        if table is None:
+            table = self.program.line_sources = {i.line: self.program.source_of(i) for i in self.program.flat.instrs}
+        return table.get(line, "")
+
+    def conflict(self, hit, w, ins, space: str, cta, granule: int, lines) -> None:
+        kind, _ = hit
+        other = int(lines[granule])
+        place = {
+            "shared": lambda: f"shared memory byte {granule * 4} of CTA rank {cta.rank}",
+            "tmem": lambda: f"tensor memory lanes {granule // 512 * 16}..{granule // 512 * 16 + 15}, column {granule % 512}",
+            "global": lambda: "global memory",
+        }[space]()
+        text = {
+            "race-read-after-write": "reads, without being ordered after the write,",
+            "race-write-after-write": "writes, without being ordered after an earlier write,",
+            "race-write-after-read": "writes, without being ordered after an earlier read,",
+            "proxy": "reads through the async proxy, with no fence.proxy.async after the generic write,",
+            "tcgen05-fence": "accesses, without tcgen05.fence on both sides,",
+            "tmem-dealloc-race": "frees, without being ordered after an access,",
+        }[kind]
+        name = f"{kind}-{space}" if kind.startswith("race") else ("proxy-fence" if kind == "proxy" else kind)
+        self.report(name, w, ins, f"{text} {place}", other_line=other)
+
+    def fatal(self, kind, w, ins, message):
+        self.report(kind, w, ins, message)
+        source = self.where(ins)
+        raise EmulationError(f"{kind}: {message} at PTX line {ins.line}{source}, CTA {w.cta.ctaid}, warp {w.index}")
+
+    def peer(self, w, rank: int, ins):
+        ctas = w.cta.cluster.ctas
+        if rank >= len(ctas):
+            self.fatal("cluster-rank", w, ins, f"CTA rank {rank} of a cluster of {len(ctas)}")
+        cta = ctas[rank]
+        if self.checking and all(x.exited for x in cta.warps):
+            self.report("dsmem-after-exit", w, ins, f"touches shared memory of CTA rank {rank}, which has exited")
+        return cta
+
+    # -- mbarrier bytes
+    def mbar_granules(self, cta) -> np.ndarray:
+        hit = self._mbar_granules.get(id(cta))
+        if hit is None:
+            offs = np.array(sorted(cta.mbarriers), np.int64) >> 2
+            hit = self._mbar_granules[id(cta)] = np.concatenate([offs, offs + 1])
+        return hit
+
+    def forget_mbar_granules(self, cta) -> None:
+        self._mbar_granules.pop(id(cta), None)
+
+    # -- clocks of asynchronous agents
+    def tick_agent(self, cluster, actor: int) -> int:
+        cluster.ticks[actor] += 1
+        return int(cluster.ticks[actor])
+
+    def agent_tick(self, cluster, actor: int) -> int:
+        return int(cluster.ticks[actor])
+
+    def tick_of(self, cluster, key) -> tuple[int, int]:
+        actor = cluster.actor_of(key)
+        return actor, int(cluster.ticks[actor])
+
+    # -- tcgen05.ld completed by use (see ops_tensor)
+    def note_load(self, w: Warp, ins, tick: int) -> None:
+        readers = self.program.load_readers(ins)
+        w.tld.append((ins, tick, [(k, w.counts[k]) for k, _ in readers], readers))
+        if len(w.tld) > 64:
+            del w.tld[0]
+
+    def release_tmem(self, w: Warp, ins) -> None:
+        """Before a release: loads one of whose registers has been read count as complete (not at the strict level)."""
+        if not w.tld or w.clock is None or self.strict:
+            return
+        items = self.program.item_of
+        here = items[ins.index]
+        keep = []
+        for entry in w.tld:
+            load, tick, snapshot, readers = entry
+            home = items[load.index]
+            used = False
+            for (k, before), (_, reader) in zip(snapshot, readers):
+                if k == home == here:
+                    used = load.index < reader < ins.index or (reader < ins.index and w.counts[k] > before)
+                elif k == home:
+                    used = reader > load.index or w.counts[k] > before
+                elif k == here:
+                    used = w.counts[k] > before and (reader < ins.index or w.counts[k] > before + 1)
+                else:
+                    used = w.counts[k] > before
+                if used:
+                    break
+            if used:
+                w.clock[0, w.lpipe] = max(w.clock[0, w.lpipe], tick)
+            else:
+                keep.append(entry)
+        w.tld = keep
+
+    # -- asynchronous work
+    def submit(self, o) -> None:
+        if self.schedule == "eager" and not self.pending:
+            o.run()
+            return
+        self.pending.append(o)
+
+    def complete(self, o) -> None:
+        """Run a pending operation, after those before it in its pipe."""
+        if o.done:
+            return
+        if o.pipe is not None:
+            for p in [p for p in self.pending if p.pipe == o.pipe]:
+                if p is o:
+                    break
+                self.pending.remove(p)
+                p.run()
+        self.pending.remove(o)
+        o.run()
+
+    def cached_plan(self, planner, *args, **kwargs):
+        """A datapath plan; illegal operands become errors that name the PTX line (raised by the caller's wrapper)."""
+        return planner(*args, **kwargs)
+
+    def cancel_cluster(self):
+        """A cluster that has not started, taken by clusterlaunchcontrol; None when all have."""
+        return self.waiting.pop() if self.waiting else None
+
+    # -- running
+    def start_cluster(self) -> bool:
+        if not self.waiting:
+            return False
+        cluster = Cluster(self, self.next_uid, self.waiting.pop())
+        self.next_uid += 1
+        self.started_ctas += len(cluster.ctas)
+        self.clusters.append(cluster)
+        return True
+
+    def run(self) -> None:
+        random = self.schedule == "random"
+        initial = 1 if not random else int(self.rng.integers(1, 4))
+        for _ in range(initial):
+            self.start_cluster()
+        idle = 0
+        timeouts = 0
+        while self.clusters or self.waiting:
+            if not self.clusters:
+                self.start_cluster()
+            self.rounds += 1
+            before = self.events
+            ran = self._round_random() if random else self._round()
+            self._retire()
+            if self.events != before:
+                idle = 0
+                timeouts = 0
+                continue
+            if ran:
+                idle += 1
+                if idle % 8 == 0 and self._force():
+                    continue
+                if idle % 16 == 0 and self.start_cluster():  # a spinning warp may wait for a CTA that is not resident
+                    continue
+                if idle > IDLE_ROUNDS:
+                    self._deadlock(f"no progress: warps have been spinning for {IDLE_ROUNDS} rounds without any observable effect")
+                continue
+            if self._force() or self.start_cluster():
+                continue
+            if timeouts < 3 and self._time_out():
+                timeouts += 1
+                continue
+            self._deadlock("deadlock: no warp can run and nothing asynchronous is pending")
+
+    def _round(self) -> bool:
+        ran = False
+        for cluster in self.clusters:
+            for w in cluster.warps:
+                if not w.exited:
+                    for s in list(w.leaves):
+                        if s.wait is not None:
+                            if not s.wait.ready():
+                                continue
+                            s.wait = None
+                        if s in w.leaves:
+                            ran = True
+                            self.step(w, s, QUANTUM)
+        return ran
+
+    def _round_random(self) -> bool:
+        """One random choice: complete some pending operation, or run one random split for a random stretch."""
+        ready = []
+        for cluster in self.clusters:
+            for w in cluster.warps:
+                if not w.exited:
+                    for s in w.leaves:
+                        if s.wait is None or s.wait.ready():
+                            ready.append((w, s))
+        if self.waiting and self.rng.random() < 0.002:
+            self.start_cluster()
+        if self.pending and (not ready or self.rng.random() < 0.25):
+            self.complete(self.pending[int(self.rng.integers(len(self.pending)))])
+            return True
+        if not ready:
+            return False
+        w, s = ready[int(self.rng.integers(len(ready)))]
+        s.wait = None
+        self.step(w, s, int(self.rng.integers(1, 60)))
+        return True
+
+    def _force(self) -> bool:
+        """Lazy schedule: complete what a blocked warp waits for; failing that, the oldest operation."""
+        if not self.pending:
+            return False
+        if self.schedule == "random":
+            self.complete(self.pending[int(self.rng.integers(len(self.pending)))])
+            return True
+        for cluster in self.clusters:
+            for w in cluster.warps:
+                for s in w.leaves:
+                    if s.wait is not None and s.wait.wants is not None:
+                        for o in self.pending:
+                            if s.wait.wants(o):
+                                self.complete(o)
+                                return True
+        self.complete(self.pending[0])
+        return True
+
+    def _time_out(self) -> bool:
+        """Let try_wait give up: a program may poll once and go on."""
+        any_ = False
+        for cluster in self.clusters:
+            for w in cluster.warps:
+                for s in w.leaves:
+                    if s.wait is not None and s.wait.timeout:
+                        s.wait = None
+                        s.state = "timeout"
+                        any_ = True
+        return any_
+
+    def _deadlock(self, head: str) -> None:
+        lines = [head]
+        program = self.program
+        first = None
+        for cluster in self.clusters:
+            for w in cluster.warps:
+                for s in w.leaves:
+                    if w.exited:
+                        continue
+                    item = program.items[s.pc]
+                    ins = item.ins
+                    why = s.wait.text() if s.wait is not None else "running"
+                    if s.state == "timeout":
+                        why = "try_wait that timed out"
+                    first = first or (w, ins, why)
+                    lanes = "" if s.full else f", lanes {s.bits:#010x}"
+                    lines.append(f"  CTA {w.cta.ctaid} warp {w.index}{lanes}: PTX line {ins.line}{self.where(ins)} {ins.op}: {why}")
+        if first:
+            w, ins, why = first
+            self.report("deadlock", w, ins, why)
+        if len(lines) > 60:
+            lines[60:] = [f"  ... and {len(lines) - 60} more"]
+        raise Deadlock("\n".join(lines))
+
+    def _retire(self) -> None:
+        for cluster in [c for c in self.clusters if c.alive == 0]:
+            self.clusters.remove(cluster)
+            for o in [p for p in self.pending if p.warp.cta.cluster is cluster]:
+                if not o.done:
+                    self.complete(o)
+            self._end_of_cluster(cluster)
+            for cta in cluster.ctas:
+                self._smems.append(cta.smem)
+
+    def _end_of_cluster(self, cluster: Cluster) -> None:
+        for cta in cluster.ctas:
+            if not self.checking:
+                break
+            w = cta.warps[0]
+            last = self.program.flat.instrs[-1]
+            for bar in cta.mbarriers.values():
+                if bar.tx != 0:
+                    self.report("mbarrier-tx-at-exit", w, _At(bar.line, last), f"at exit, {bar.describe()}")
+            state = cta.tmem_state
+            if state is not None:
+                for first, (count, line) in state.blocks.items():
+                    self.report("tmem-leak", w, _At(line, last), f"{count} columns at {first} were never freed")
+        for cta in cluster.ctas:
+            for w in cta.warps:
+                for o, _ in w.bulk_open:
+                    if self.checking:
+                        self.report("bulk-uncommitted", w, o.ins, "a bulk store was never committed to a group", default=False)
+
+    def step(self, w: Warp, s: Split, quantum: int) -> None:
+        """Run a split until it blocks, ends, splits or has used its quantum."""
+        items = self.program.items
+        counts = w.counts
+        live = w.live
+        compile_ = self.program.compile
+        while quantum > 0:
+            quantum -= 1
+            if s.pc == s.rpc:
+                s = self._join(w, s)
+                if s is None:
+                    return
+                continue
+            item = items[s.pc]
+            kind = item.kind
+            if kind == CODE:
+                counts[item.index] += 1
+                if s.full:
+                    (item.run_full or compile_(item, False))(w, live)
+                else:
+                    (item.run_masked or compile_(item, True))(w, s.mask)
+                s.pc += 1
+            elif kind == BRANCH:
+                counts[item.index] += 1
+                if item.pred is None:
+                    s.pc = item.target
+                    continue
+                p = w.P[item.pred]
+                bits = mask_bits(p)
+                if item.neg:
+                    bits = ~bits
+                taken = bits & s.bits
+                if taken == s.bits:
+                    s.pc = item.target
+                elif not taken:
+                    s.pc += 1
+                else:
+                    self._diverge(w, s, [(item.target, taken), (s.pc + 1, s.bits & ~taken)], item.rpc)
+                    return
+            elif kind == BLOCKING:
+                m = live if s.full else s.mask
+                if item.pred is not None:
+                    p = w.P[item.pred]
+                    m = m & ~p if item.neg else m & p
+                    if not m.any():
+                        s.pc += 1
+                        continue
+                wait = item.fn(w, s, m, item.ins)
+                if wait is not None:
+                    s.wait = wait
+                    return
+                counts[item.index] += 1
+                s.pc += 1
+            elif kind == INDIRECT:
+                counts[item.index] += 1
+                self._brx(w, s, item)
+                return
+            else:
+                counts[item.index] += 1
+                if not self._exit(w, s, item):
+                    return
+
+    def _diverge(self, w: Warp, s: Split, ways, rpc: int) -> None:
+        w.leaves.remove(s)
+        s.pc = rpc
+        s.children = 0
+        for pc, bits in ways:
+            if pc == rpc or not bits:
+                continue
+            child = Split(pc, bits_mask(bits), bits, bits == w.live_bits, s, rpc)
+            s.children += 1
+            w.leaves.append(child)
+        if s.children == 0:
+            w.leaves.append(s)
+
+    def _join(self, w: Warp, s: Split) -> Split | None:
+        """A split reached its reconvergence point: its lanes go back to the parent, which resumes with its last child."""
+        w.leaves.remove(s)
+        return self._child_done(w, s.parent)
+
+    def _child_done(self, w: Warp, parent: Split | None) -> Split | None:
+        while parent is not None:
+            parent.children -= 1
+            if parent.children > 0:
+                return None
+            parent.bits &= w.live_bits
+            if parent.bits and parent.pc >= 0:
+                parent.mask = bits_mask(parent.bits)
+                parent.full = parent.bits == w.live_bits
+                w.leaves.append(parent)
+                return parent
+            parent = parent.parent
+        return None
+
+    def _brx(self, w: Warp, s: Split, item) -> None:
+        ins = item.ins
+        live = s.mask
+        if item.pred is not None:
+            p = w.P[item.pred]
+            live = live & (~p if item.neg else p)
+        index = w.U[ins.operands[0].index]
+        ways: dict[int, int] = {}
+        for lane in np.flatnonzero(s.mask).tolist():
+            if live[lane]:
+                k = int(index[lane])
+                if k >= len(item.targets):
+                    raise EmulationError(f"PTX line {ins.line}: brx.idx index {k} of {len(item.targets)} targets")
+                pc = item.targets[k]
+            else:
+                pc = s.pc + 1
+            ways[pc] = ways.get(pc, 0) | 1 << lane
+        if len(ways) == 1:
+            s.pc = next(iter(ways))
+            return
+        self._diverge(w, s, list(ways.items()), item.rpc)
+
+    def _exit(self, w: Warp, s: Split, item) -> bool:
+        """Lanes leave the kernel. Returns whether the split goes on (a predicated exit)."""
+        ins = item.ins
+        if item.fn in ("trap", "brkpt"):
+            raise EmulationError(f"{item.fn} executed at PTX line {ins.line}{self.where(ins)}, CTA {w.cta.ctaid}, warp {w.index}")
+        bits = s.bits
+        if item.pred is not None:
+            p = mask_bits(w.P[item.pred])
+            bits &= ~p if item.neg else p
+        w.live_bits &= ~bits
+        w.live = bits_mask(w.live_bits)
+        w.nlive = w.live_bits.bit_count()
+        self.events += 1
+        s.bits &= ~bits
+        s.mask = bits_mask(s.bits)
+        for o in w.leaves:
+            o.full = o.bits == w.live_bits
+        if s.bits:
+            s.pc += 1
+            # `live` is cached by step(): leave it, so that the next round sees the new one
+            return False
+        w.leaves.remove(s)
+        if s.parent is not None:
+            self._child_done(w, s.parent)
+        if not w.live_bits:
+            self._warp_end(w)
+        return False
+
+    def _warp_end(self, w: Warp) -> None:
+        w.exited = True
+        w.cta.cluster.alive -= 1
+        total = self.warp_counts.get(w.index)
+        if total is None:
+            self.warp_counts[w.index] = list(w.counts)
+        else:
+            self.warp_counts[w.index] = [a + b for a, b in zip(total, w.counts)]
+        self.warp_waits[w.index] += w.waits
+        if w.maxreg and w.cta.reg_pool is not None:
+            w.cta.reg_pool += w.maxreg * 32
+            w.maxreg = 0
+        self._regs.append(w.regs)
+
+
+class _At:
+    """Stands in for an instruction in findings that belong to an earlier line."""
+
+    def __init__(self, line: int, like) -> None:
+        self.line, self.loc, self.op = line, (0, 0), like.op
+
+
+def _initialise(var, view: np.ndarray, addresses: dict) -> None:
+    from ..ptx.ir import TYPE_BITS, Imm
+
+    if var.init is None:
+        return
+    n = TYPE_BITS[var.type] // 8
+    for k, x in enumerate(var.init):
+        if isinstance(x, tuple):
+            kind, name, extra = x
+            if name not in addresses:
+                raise EmulationError(f"initialiser of {var.name} names {name}, which has no address")
+            value = addresses[name] >> (8 * extra) & 255 if kind == "byte" else addresses[name] + extra
+        elif isinstance(x, Imm):
+            if var.type == "f32":
+                value = int(np.float32(x.value).view(np.uint32)) if x.kind != "f32" else x.bits
+            else:
+                value = int(np.float64(x.value).view(np.uint64))
+        else:
+            value = int(x)
+        view[k * n : (k + 1) * n] = np.frombuffer((value & (2 ** (8 * n) - 1)).to_bytes(n, "little"), np.uint8)
+
+
+def launch(
+    ptx: str | Module,
+    entry: str,
+    grid,
+    block,
+    cluster=(1, 1, 1),
+    dynamic_smem: int = 0,
+    params: bytes = b"",
+    *,
+    arch: str | None = None,
+    memory: GlobalMemory,
+    schedule: str = "eager",
+    seed: int = 0,
+    checks: str = "default",
+    source_map=None,
+) -> LaunchRecord:
+    """Run one launch to its end.
+
+    Args:
+        ptx: PTX text or a parsed module.
+        entry: kernel name.
+        grid, block, cluster: (x, y, z); the grid must be a multiple of the cluster.
+        dynamic_smem: bytes of dynamic shared memory.
+        params: the parameter block, laid out as the .param declarations say.
+        arch: expected target ("sm_100a"); None accepts the file's own.
+        memory: the allocations the kernel may touch.
+        schedule: "eager", "lazy" or "random"; `seed` feeds the last.
+        checks: "off", "default" or "strict".
+
+    Raises:
+        PtxError, UnsupportedInstruction: before anything runs.
+        EmulationError: a fault or deadlock; its `record` attribute holds the LaunchRecord so far.
+    """
+    del source_map
+    began = time.perf_counter()
+    if schedule not in ("eager", "lazy", "random"):
+        raise ValueError(f"schedule must be eager, lazy or random, not {schedule!r}")
+    if checks not in ("off", "default", "strict"):
+        raise ValueError(f"checks must be off, default or strict, not {checks!r}")
+    module = parse(ptx) if isinstance(ptx, str) else ptx
+    if arch is not None and module.target.rstrip("af") != arch.rstrip("af"):
+        raise EmulationError(f"the PTX is for {module.target}, not {arch}")
+    program = load_program(module, entry, fine=schedule == "random", checking=checks != "off")
+    grid, block = _triple(grid, "grid"), _triple(block, "block")
+    given = program.flat.directives.get("reqnctapercluster")
+    explicit = tuple(cluster) != (1, 1, 1)
+    if given and not explicit:
+        cluster = tuple(given) + (1,) * (3 - len(given))
+    cluster = _triple(cluster, "cluster")
+    if any(g % c for g, c in zip(grid, cluster)):
+        raise ValueError(f"grid {grid} is not a multiple of cluster {cluster}")
+    threads = block[0] * block[1] * block[2]
+    if not 1 <= threads <= 1024:
+        raise ValueError(f"block {block} has {threads} threads (1..1024)")
+    required = program.flat.directives.get("reqntid")
+    if required and tuple(required) + (1,) * (3 - len(required)) != block:
+        raise ValueError(f"block {block} differs from .reqntid {required}")
+    if program.flat.static_shared + dynamic_smem + 1024 > SMEM_BYTES:
+        raise ValueError(f"{program.flat.static_shared + dynamic_smem} bytes of shared memory; a CTA has {SMEM_BYTES - 1024}")
+    record = LaunchRecord(entry, grid, block, cluster, dynamic_smem, schedule, seed, checks)
+    machine = Machine(program, grid, block, cluster, explicit or bool(given), dynamic_smem, params, memory, schedule, seed, checks)
+    from ..datapath.errors import IllegalOperand
+
+    try:
+        with np.errstate(all="ignore"):
+            machine.run()
+    except EmulationError as e:
+        record.error = str(e)
+        e.record = record
+        raise
+    except IllegalOperand as e:
+        w, ins = machine_position(machine)
+        if ins is not None:
+            machine.report("illegal-operand", w, ins, str(e))
+        record.error = f"illegal operand{'' if ins is None else f' at PTX line {ins.line}{machine.where(ins)}'}: {e}"
+        error = EmulationError(record.error)
+        error.record = record
+        raise error from e
+    finally:
+        record.hazards = machine.hazards
+        record.printed = machine.printed
+        record.counters = tally(machine)
+        record.wall_seconds = time.perf_counter() - began
+    return record
+
+
+def machine_position(machine: Machine):
+    """(warp, instruction) that was executing when an exception left the machine: found from the traceback."""
+    import sys
+
+    tb = sys.exc_info()[2]
+    found = (None, None)
+    while tb is not None:
+        names = tb.tb_frame.f_locals
+        ins, w = names.get("ins"), names.get("w")
+        if ins is not None and isinstance(w, Warp) and hasattr(ins, "line"):
+            found = (w, ins)
+        tb = tb.tb_next
+    return found
+
+
+def _triple(value, name: str) -> tuple[int, int, int]:
+    t = (value,) if isinstance(value, int) else tuple(int(x) for x in value)
+    t = t + (1,) * (3 - len(t))
+    if len(t) != 3 or min(t) < 1:
+        raise ValueError(f"{name} must be three positive integers, not {value!r}")
+    return t
+
+
+__all__ = ["LaunchRecord", "Machine", "launch", "PtxError", "UnsupportedInstruction"]

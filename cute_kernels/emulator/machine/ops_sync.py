@@ -1,0 +1,720 @@
+"""Warp-synchronous instructions, barriers of every kind, and launch control."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..ptx.ir import Imm, Instr, Mem, Pair, Reg, Sink, Vec
+from .barriers import TX_LIMIT, ClusterBarrier, MBarrier, NamedBarrier
+from .hazards import EmulationError
+from .optable import SCOPES, SEMS, Wait, address, getter, only, op, scalar, setter, unsupported
+from .state import bits_mask, mask_bits
+
+_LANE = np.arange(32)
+
+
+def warp_sync(name: str, body, same_pc: bool = True, member=None):
+    """Wraps body(w, m, ins, members) so that it runs once all live lanes of the member mask have arrived."""
+
+    def run(w, s, m, ins):
+        members = member(w, m) & 0xFFFFFFFF
+        need = members & w.live_bits
+        if need & ~s.bits == 0 and (ins.pred is None or need & ~mask_bits(m) == 0):
+            body(w, m, ins, members)
+            s.state = None
+            return None
+        have = mask_bits(m)
+        s.state = ("warp", members, s.pc if same_pc else name, have)
+        parked = [o for o in w.leaves if o.state and o.state[0] == "warp" and o.state[1:3] == s.state[1:3]]
+        union = 0
+        for o in parked:
+            union |= o.state[3]
+        if need & ~union == 0:
+            body(w, bits_mask(union), ins, members)
+            for o in parked:
+                o.state = None
+                if o is not s:
+                    o.wait = None
+                    o.pc += 1
+            return None
+        key = s.state[1:3]
+
+        def text():
+            return f"{name} with member mask {members:#010x}: lanes {members & w.live_bits & ~union:#010x} have not arrived"
+
+        def ready():
+            got = 0
+            for o in w.leaves:
+                if o.state and o.state[0] == "warp" and o.state[1:3] == key:
+                    got |= o.state[3]
+            return members & w.live_bits & ~got == 0
+
+        return Wait(ready, text, ins.line)
+
+    return run
+
+
+def _member(o):
+    return scalar(o, "U")
+
+
+# ---- shfl, vote, match, redux, elect
+@op("shfl")
+def _shfl(ins: Instr):
+    only(ins, {"sync", "up", "down", "bfly", "idx", "b32", "b64"})
+    mode = next(m for m in ins.mods if m in ("up", "down", "bfly", "idx"))
+    ops = ins.operands
+    d, p = (ops[0].first, ops[0].second) if isinstance(ops[0], Pair) else (ops[0], Sink())
+    put, putp = setter(d, "U"), setter(p, "P")
+    get, getb, getc = getter(ops[1], "U"), getter(ops[2], "U"), getter(ops[3], "U")
+    cached = []
+
+    def pattern(b, c):
+        seg, cl = (c >> 8) & 31, c & 31
+        b = b & 31
+        top, low = (_LANE & seg) | (cl & ~seg), _LANE & seg
+        j = {"up": _LANE - b, "down": _LANE + b, "bfly": _LANE ^ b, "idx": low | (b & ~seg)}[mode]
+        ok = j >= top if mode == "up" else j <= top
+        return np.where(ok, j, _LANE), ok
+
+    constant = isinstance(ops[2], Imm) and isinstance(ops[3], Imm)
+
+    def body(w, m, ins, members):
+        if cached:
+            j, ok = cached[0]
+        else:
+            j, ok = pattern(getb(w).astype(np.int64), getc(w).astype(np.int64))
+            if constant:
+                cached.append((j, ok))
+        row = get(w)
+        if w.clock is not None and not m.all() and not m[j[m]].all():
+            w.machine.report("shuffle-inactive-lane", w, ins, "reads the register of a lane that does not take part", default=False)
+        putp(w, m, ok)
+        put(w, m, row[j])
+
+    return True, warp_sync("shfl.sync", body, member=_member(ops[4]))
+
+
+@op("vote")
+def _vote(ins: Instr):
+    only(ins, {"sync", "all", "any", "uni", "ballot", "pred", "b32"})
+    mode = next(m for m in ins.mods if m in ("all", "any", "uni", "ballot"))
+    d, a, mask = ins.operands
+    get = getter(a, "P")
+    put = setter(d, "U" if mode == "ballot" else "P")
+
+    def body(w, m, ins, members):
+        votes = mask_bits(get(w) & m)
+        active = mask_bits(m)
+        if mode == "ballot":
+            put(w, m, np.uint32(votes))
+        elif mode == "all":
+            put(w, m, votes == active)
+        elif mode == "any":
+            put(w, m, votes != 0)
+        else:
+            put(w, m, votes == active or votes == 0)
+
+    return True, warp_sync("vote.sync", body, member=_member(mask))
+
+
+@op("match")
+def _match(ins: Instr):
+    view = "X" if "b64" in ins.mods else "U"
+    ops = ins.operands
+    d, p = (ops[0].first, ops[0].second) if isinstance(ops[0], Pair) else (ops[0], Sink())
+    get, put, putp = getter(ops[1], view), setter(d, "U"), setter(p, "P")
+
+    def body(w, m, ins, members):
+        row = get(w)
+        same = row[:, None] == row[None, :]
+        same &= m[None, :]
+        bits = (same * (np.uint64(1) << np.arange(32, dtype=np.uint64))).sum(axis=1).astype(np.uint32)
+        if "all" in ins.mods:
+            ok = bool((bits[m] == mask_bits(m)).all())
+            put(w, m, np.uint32(mask_bits(m) if ok else 0))
+            putp(w, m, ok)
+        else:
+            put(w, m, bits)
+
+    return True, warp_sync("match.sync", body, member=_member(ops[2]))
+
+
+@op("redux")
+def _redux(ins: Instr):
+    only(ins, {"sync", "add", "min", "max", "and", "or", "xor", "u32", "s32", "b32", "f32", "abs", "NaN"})
+    mode = next(m for m in ins.mods if m in ("add", "min", "max", "and", "or", "xor"))
+    view = "S" if "s32" in ins.mods else "F" if "f32" in ins.mods else "U"
+    d, a, mask = ins.operands
+    get, put = getter(a, view), setter(d, view)
+
+    def body(w, m, ins, members):
+        row = get(w)[m]
+        if "abs" in ins.mods:
+            row = np.abs(row)
+        if view == "F":
+            nan = "NaN" in ins.mods
+            f = (np.maximum if nan else np.fmax) if mode == "max" else (np.minimum if nan else np.fmin)
+        else:
+            f = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[mode]
+        put(w, m, f.reduce(row, dtype=row.dtype))
+
+    return True, warp_sync("redux.sync", body, member=_member(mask))
+
+
+@op("elect")
+def _elect(ins: Instr):
+    only(ins, {"sync"})
+    d, mask = ins.operands
+    first, second = (d.first, d.second) if isinstance(d, Pair) else (d, Sink())
+    put, putp = setter(first, "U"), setter(second, "P")
+
+    def body(w, m, ins, members):
+        leader = int(m.argmax())
+        putp(w, m, _LANE == leader)
+        put(w, m, np.uint32(leader))
+
+    return True, warp_sync("elect.sync", body, member=_member(mask))
+
+
+@op("activemask")
+def _activemask(ins: Instr):
+    put = setter(ins.operands[0], "U")
+    return False, lambda w, m, ins: put(w, m, np.uint32(mask_bits(m)))
+
+
+# ---- bar / barrier
+@op("bar", "barrier")
+def _bar(ins: Instr):
+    mods = [m for m in ins.mods if m not in ("cta", "aligned", "all")]
+    if mods and mods[0] == "cluster":
+        return _cluster_barrier(ins)
+    if mods and mods[0] == "warp":
+        def nothing(w, m, ins, members):
+            return None
+
+        return True, warp_sync("bar.warp.sync", nothing, same_pc=False, member=_member(ins.operands[0]))
+    kind = mods[0] if mods else "sync"
+    aligned = ins.base == "bar" or "aligned" in ins.mods
+    ops = list(ins.operands)
+    if kind == "sync":
+        get_id, get_n = scalar(ops[0]), scalar(ops[1]) if len(ops) > 1 else None
+        return True, _barrier_body(get_id, get_n, None, None, "sync", aligned)
+    if kind == "arrive":
+        return True, _barrier_body(scalar(ops[0]), scalar(ops[1]), None, None, "arrive", aligned)
+    if kind == "red":
+        d = ops.pop(0)
+        pred = ops.pop(-1)
+        get_n = scalar(ops[1]) if len(ops) > 1 else None
+        which = 0 if "popc" in ins.mods else 1 if "and" in ins.mods else 2
+        put = setter(d, "U" if which == 0 else "P")
+        return True, _barrier_body(scalar(ops[0]), get_n, getter(pred, "P"), (which, put), "sync", aligned)
+    raise unsupported(ins)
+
+
+def _barrier_body(get_id, get_n, get_pred, result, kind, aligned):
+    def run(w, s, m, ins):
+        cta = w.cta
+        if s.state is None:
+            ident = get_id(w, m)
+            if not 0 <= ident < 16:
+                raise EmulationError(f"PTX line {ins.line}: barrier {ident} (0..15 exist)")
+            bar = cta.bars.get(ident)
+            if bar is None:
+                bar = cta.bars[ident] = NamedBarrier()
+            if aligned and not s.full:
+                w.machine.report("divergent-barrier", w, ins, "an aligned barrier is executed by part of the warp")
+            alive = sum(1 for x in cta.warps if not x.exited)
+            expected = get_n(w, m) if get_n else alive * 32
+            if get_n and (expected % 32 or expected <= 0):
+                raise EmulationError(f"PTX line {ins.line}: barrier thread count {expected} is not a positive multiple of 32")
+            threads = 32 if s.full else int(m.sum())
+            bar.arrive(w, threads, expected, None if get_pred is None else get_pred(w)[m], kind == "sync")
+            w.machine.events += 1
+            w.waits += 1
+            generation = bar.generation
+            bar.settle()
+            if kind == "arrive":
+                return None
+            s.state = ("bar", bar, generation, ident)
+        _, bar, generation, ident = s.state
+        if bar.generation == generation:
+            if get_n is None:  # warps that exit reduce what barrier without a count waits for
+                bar.expected = sum(1 for x in cta.warps if not x.exited) * 32
+                bar.settle()
+        if bar.generation == generation:
+
+            def ready():
+                if get_n is None:
+                    bar.expected = sum(1 for x in cta.warps if not x.exited) * 32
+                    if bar.arrived >= bar.expected:
+                        return True
+                return bar.generation != generation
+
+            return Wait(ready, lambda: f"barrier {ident}: {bar.arrived} of {bar.expected} threads arrived, generation {generation}", ins.line)
+        if w.clock is not None and bar.done is not None:
+            np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
+        if result:
+            result[1](w, m, np.uint32(bar.result[0]) if result[0] == 0 else bar.result[result[0]])
+        s.state = None
+        return None
+
+    return run
+
+
+def _cluster_barrier(ins: Instr):
+    relaxed = "relaxed" in ins.mods
+
+    def settle(cluster):
+        bar = cluster.barrier
+        expected = sum(x.nlive for x in cluster.warps)
+        if bar.arrived >= expected and expected:
+            bar.arrived = 0
+            bar.generation += 1
+            bar.done, bar.clock = bar.clock, None
+            cluster.machine.events += 1
+
+    def arrive(w, m, ins):
+        cluster = w.cta.cluster
+        if cluster.barrier is None:
+            cluster.barrier = ClusterBarrier()
+        bar = cluster.barrier
+        if w.clock is not None:
+            # An init fence followed by a relaxed arrive publishes the barrier objects: NVIDIA's kernels rely on it.
+            bar.clock = w.clock.copy() if bar.clock is None else np.maximum(bar.clock, w.clock)
+            w.tick()
+        if w.cache.get("cluster-arrived"):
+            w.machine.report("cluster-barrier", w, ins, "arrives twice without a wait")
+        w.cache["cluster-arrived"] = ("at", bar.generation)
+        bar.arrived += int(m.sum())
+        w.machine.events += 1
+        settle(cluster)
+
+    def wait(w, s, m, ins):
+        cluster = w.cta.cluster
+        bar = cluster.barrier
+        state = w.cache.get("cluster-arrived")
+        if bar is None or state is None:
+            w.machine.fatal("cluster-barrier", w, ins, "waits without an arrive")
+        settle(cluster)
+        if bar.generation == state[1]:
+
+            def ready():
+                settle(cluster)
+                return bar.generation != state[1]
+
+            return Wait(
+                ready,
+                lambda: f"cluster barrier: {bar.arrived} of {sum(x.nlive for x in cluster.warps)} threads arrived",
+                ins.line,
+            )
+        if s.full or mask_bits(m) == s.bits:
+            w.cache["cluster-arrived"] = None
+        w.waits += 1
+        if w.clock is not None and bar.done is not None:
+            np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
+        return None
+
+    del relaxed
+    if "arrive" in ins.mods:
+        return False, arrive
+    if "wait" in ins.mods:
+        return True, wait
+    raise unsupported(ins)
+
+
+# ---- mbarrier
+def mbarrier_at(w, addr: int, ins, *, cluster: bool = True) -> MBarrier:
+    """The object at a shared::cluster address; an error when nothing was initialised there."""
+    rank, off = addr >> 24, addr & 0xFFFFFF
+    cta = w.cta
+    if rank != w.rank and len(cta.cluster.ctas) > 1 and cluster:
+        cta = w.machine.peer(w, rank, ins)
+    bar = cta.mbarriers.get(off)
+    if bar is None:
+        w.machine.fatal("mbarrier-uninitialised", w, ins, f"no mbarrier was initialised at shared byte {off} of CTA rank {cta.rank}")
+    if w.clock is not None:
+        seen = w.clock[0]
+        actor, tick = bar.seen
+        if tick > seen[actor]:
+            w.machine.report("mbarrier-init-race", w, ins, f"uses {bar.name()} without synchronising with its init", other_line=bar.line)
+    return bar
+
+
+def _state_dest(ops):
+    """(destination or None, rest) of an arrive."""
+    if isinstance(ops[0], Mem):
+        return None, ops
+    return ops[0], ops[1:]
+
+
+_MB_MODS = SCOPES | SEMS | {"shared", "shared::cta", "shared::cluster", "b64", "noComplete", "noinc", "expect_tx", "parity", "suspendTimeHint"}
+
+
+@op("mbarrier")
+def _mbarrier(ins: Instr):
+    kind = ins.mods[0]
+    fns = {
+        "init": _mb_init, "inval": _mb_inval, "arrive": _mb_arrive, "arrive_drop": _mb_arrive, "expect_tx": _mb_tx,
+        "complete_tx": _mb_tx, "test_wait": _mb_wait, "try_wait": _mb_wait, "pending_count": _mb_pending,
+    }  # fmt: skip
+    if kind not in fns:
+        raise unsupported(ins)
+    bad = [m for m in ins.mods[1:] if m not in _MB_MODS]
+    if bad:
+        raise unsupported(ins, "qualifier " + ", ".join("." + b for b in bad))
+    return fns[kind](ins)
+
+
+def _mb_address(ins: Instr, mem: Mem):
+    """shared forms use 32-bit addresses, generic ones 64-bit addresses whose low half is the same."""
+    generic = not any(x.startswith("shared") for x in ins.mods)
+    if not generic:
+        return address(mem, "U")
+    get = address(mem, "X")
+    return lambda w: get(w).astype(np.uint32)
+
+
+def _mb_init(ins: Instr):
+    addr, get_n = _mb_address(ins, ins.operands[0]), getter(ins.operands[1], "U")
+
+    def init(w, m, ins):
+        a, counts = addr(w), get_n(w)
+        for lane in np.flatnonzero(m).tolist():
+            off, n = int(a[lane]) & 0xFFFFFF, int(counts[lane])
+            if off % 8 or off + 8 > w.cta.smem_limit or off < 1024:
+                w.machine.fatal("out-of-bounds-shared", w, ins, f"mbarrier at shared byte {off}")
+            if not 1 <= n <= TX_LIMIT:
+                w.machine.report("mbarrier-count", w, ins, f"expected arrival count {n} (1..{TX_LIMIT})")
+            if off in w.cta.mbarriers:
+                w.machine.report("mbarrier-reinit", w, ins, f"{w.cta.mbarriers[off].describe()} is initialised again without inval")
+            bar = w.cta.mbarriers[off] = MBarrier(w.cta, off, n, ins.line)
+            w.cta.v["u8"][off >> 3] = 0x0BA0_0000_0000_0000 | n
+            if w.clock is not None:
+                sh = w.cta.shadow
+                g = np.array([off >> 2, (off >> 2) + 1])
+                hit = sh.write(g, w.actor, w.clock, ins.line)
+                if hit:
+                    w.machine.conflict(hit, w, ins, "shared", w.cta, int(g[hit[1]]), sh.wl)
+                bar.seen = (w.actor, int(w.clock[0][w.actor]))
+        w.cta.cluster.machine.forget_mbar_granules(w.cta)
+        w.machine.events += 1
+
+    return False, init
+
+
+def _mb_inval(ins: Instr):
+    addr = _mb_address(ins, ins.operands[0])
+
+    def inval(w, m, ins):
+        for a in set(addr(w)[m].tolist()):
+            bar = mbarrier_at(w, a, ins, cluster=False)
+            del w.cta.mbarriers[bar.offset]
+            if w.cta.shadow is not None:
+                w.cta.shadow.vb[[bar.offset >> 2, (bar.offset >> 2) + 1]] = 0
+        w.machine.forget_mbar_granules(w.cta)
+
+    return False, inval
+
+
+def arrive_on(w, bar: MBarrier, n: int, ins, *, drop: bool = False, clock=None) -> None:
+    """n arrivals; `clock` is what they release."""
+    if n > bar.pending:
+        w.machine.report("mbarrier-underflow", w, ins, f"{n} arrivals on {bar.describe()}")
+        n = bar.pending
+    bar.join(clock)
+    bar.pending -= n
+    if drop:
+        bar.expected -= n
+    bar.settle()
+
+
+def add_tx(w, bar: MBarrier, n: int, ins) -> None:
+    """tx-count += n (negative for complete_tx)."""
+    bar.tx += n
+    if not -TX_LIMIT <= bar.tx <= TX_LIMIT:
+        w.machine.report("mbarrier-tx-overflow", w, ins, f"tx-count of {bar.describe()} leaves +-{TX_LIMIT}")
+
+
+def _mb_arrive(ins: Instr):
+    dest, ops = _state_dest(ins.operands)
+    addr = _mb_address(ins, ops[0])
+    expect = "expect_tx" in ins.mods
+    drop = ins.mods[0] == "arrive_drop"
+    get = getter(ops[1], "U") if len(ops) > 1 else None
+    put = setter(dest, "X") if dest is not None else None
+    relaxed = "relaxed" in ins.mods
+
+    def arrive(w, m, ins):
+        a = addr(w)
+        counts = get(w) if get else None
+        lanes = np.flatnonzero(m)
+        uniform = (a[lanes] == a[lanes[0]]).all()
+        groups = {int(a[lanes[0]]): lanes} if uniform else {}
+        if not uniform:
+            for lane in lanes:
+                groups.setdefault(int(a[lane]), []).append(lane)
+        for where, ls in groups.items():
+            bar = mbarrier_at(w, where, ins)
+            if put is not None:
+                w_phase = np.uint64(bar.phase << 32 | bar.pending)
+                mm = np.zeros(32, np.bool_)
+                mm[ls] = True
+                put(w, mm, w_phase)
+            if expect:
+                add_tx(w, bar, int(counts[ls].sum(dtype=np.int64)), ins)
+                n = len(ls)
+            else:
+                n = len(ls) if counts is None else int(counts[ls].sum(dtype=np.int64))
+            arrive_on(w, bar, n, ins, drop=drop, clock=None if w.clock is None or relaxed else w.clock)
+        w.machine.release_tmem(w, ins)
+        if w.clock is not None:
+            w.tick()
+        w.machine.events += 1
+
+    return False, arrive
+
+
+def _mb_tx(ins: Instr):
+    addr, get = _mb_address(ins, ins.operands[0]), getter(ins.operands[1], "U")
+    sign = 1 if ins.mods[0] == "expect_tx" else -1
+
+    def tx(w, m, ins):
+        a, n = addr(w), get(w)
+        for lane in np.flatnonzero(m).tolist():
+            bar = mbarrier_at(w, int(a[lane]), ins)
+            add_tx(w, bar, sign * int(n[lane]), ins)
+            bar.settle()
+        w.machine.events += 1
+
+    return False, tx
+
+
+def _mb_pending(ins: Instr):
+    put, get = setter(ins.operands[0], "U"), getter(ins.operands[1], "X")
+    return False, lambda w, m, ins: put(w, m, (get(w) & np.uint64(0xFFFFFFFF)).astype(np.uint32))
+
+
+def _mb_wait(ins: Instr):
+    d, mem, state = ins.operands[:3]
+    addr = _mb_address(ins, mem)
+    parity = "parity" in ins.mods
+    get = getter(state, "U" if parity else "X")
+    put = setter(d, "P")
+    potentially_blocking = ins.mods[0] == "try_wait"
+    relaxed = "relaxed" in ins.mods
+
+    def wait(w, s, m, ins):
+        a, st = addr(w), get(w)
+        lanes = np.flatnonzero(m)
+        if not len(lanes):
+            return None
+        first = int(lanes[0])
+        uniform = bool((a[lanes] == a[first]).all() and (st[lanes] == st[first]).all())
+        results = []
+        pending = []
+        for lane in [first] if uniform else lanes.tolist():
+            where = int(a[lane])
+            if where >> 24 not in (w.rank, 0):
+                w.machine.fatal("mbarrier-remote-wait", w, ins, "waits on an mbarrier of another CTA")
+            bar = mbarrier_at(w, where, ins, cluster=False)
+            if parity:
+                want = int(st[lane])
+                if want > 1:
+                    w.machine.report("mbarrier-parity", w, ins, f"phase parity {want} (0 or 1)")
+                done = (bar.phase & 1) != (want & 1)
+            else:
+                want = int(st[lane]) >> 32
+                done = bar.phase != want
+            results.append(done)
+            if not done:
+                pending.append((bar, want))
+            elif w.clock is not None and bar.done is not None and not relaxed:
+                np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
+        if pending and potentially_blocking and s.state != "timeout":
+            bar, want = pending[0]
+            phase = bar.phase
+            w.waits += 1
+            return Wait(
+                lambda: bar.phase != phase,
+                lambda: f"phase {'parity ' if parity else ''}{want & 1 if parity else want} of {bar.describe()}",
+                ins.line,
+                wants=lambda o: o.signals(bar),
+                timeout=True,
+            )
+        s.state = None
+        if uniform:
+            put(w, m, results[0])
+        else:
+            row = np.zeros(32, np.bool_)
+            row[lanes] = results
+            put(w, m, row)
+        return None
+
+    return True, wait
+
+
+# ---- launch control and the rest
+@op("nanosleep")
+def _nanosleep(ins: Instr):
+    def sleep(w, s, m, ins):
+        if s.state == "slept":
+            s.state = None
+            return None
+        s.state = "slept"
+        start = w.machine.rounds
+        return Wait(lambda: w.machine.rounds > start, lambda: "nanosleep", ins.line)
+
+    return True, sleep
+
+
+@op("griddepcontrol", "pmevent", "brkpt_none")
+def _griddep(ins: Instr):
+    return False, lambda w, m, ins: None
+
+
+@op("setmaxnreg")
+def _setmaxnreg(ins: Instr):
+    only(ins, {"inc", "dec", "sync", "aligned", "u32"})
+    n = int(ins.operands[0].value)
+    inc = "inc" in ins.mods
+    if n % 8 or not 24 <= n <= 256:
+        raise unsupported(ins, f"register count {n} (a multiple of 8 in 24..256)")
+
+    def run(w, s, m, ins):
+        cta = w.cta
+        machine = w.machine
+        if cta.reg_pool is None:
+            cta.reg_pool = 64 * 1024 - machine.nwarps * 32 * machine.initial_regs
+        current = w.maxreg or machine.initial_regs
+        need = (n - current) * 32
+        if inc and n < current:
+            machine.report("setmaxnreg", w, ins, f"inc to {n} registers, below the {current} the warp has")
+            return None
+        if not inc and n > current:
+            machine.report("setmaxnreg", w, ins, f"dec to {n} registers, above the {current} the warp has")
+            return None
+        if inc and need > cta.reg_pool:
+            return Wait(
+                lambda: need <= cta.reg_pool,
+                lambda: f"setmaxnreg.inc to {n}: needs {need} registers, {cta.reg_pool} are free in the CTA's pool",
+                ins.line,
+            )
+        cta.reg_pool -= need
+        w.maxreg = n
+        machine.events += 1
+        return None
+
+    return True, run
+
+
+@op("clusterlaunchcontrol")
+def _clc(ins: Instr):
+    kind = ins.mods[0]
+    if kind == "query_cancel":
+        if "is_canceled" in ins.mods:
+            put = setter(ins.operands[0], "P")
+            q = ins.operands[1].index
+            return False, lambda w, m, ins: put(w, m, (w.Q[q][:, 1] >> np.uint64(32)) == 1)
+        q = ins.operands[1].index
+        which = next(x for x in ins.mods if x.startswith("get_first_ctaid"))
+
+        def word(w, k):
+            return ((w.Q[q][:, k >> 1] >> np.uint64(32 * (k & 1))) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+
+        if "::" in which:
+            k = "xyz".index(which[-1])
+            put = setter(ins.operands[0], "U")
+            return False, lambda w, m, ins: put(w, m, word(w, k))
+        if not isinstance(ins.operands[0], Vec):
+            raise unsupported(ins)
+        puts = [setter(o, "U") for o in ins.operands[0].items]
+
+        def query(w, m, ins):
+            for k, put in enumerate(puts):
+                put(w, m, word(w, k) if k < 3 else np.uint32(0))
+
+        return False, query
+    if kind != "try_cancel":
+        raise unsupported(ins)
+    from .ops_async import try_cancel
+
+    get_dst, get_bar = address(ins.operands[0], "U"), address(ins.operands[1], "U")
+    everyone = any("multicast" in x for x in ins.mods)
+
+    def cancel(w, m, ins):
+        for lane in np.flatnonzero(m).tolist():
+            try_cancel(w, int(get_dst(w)[lane]), int(get_bar(w)[lane]), everyone, ins)
+
+    return False, cancel
+
+
+@op("call")
+def _call(ins: Instr):
+    name = ins.callee
+    returns, args = ins.data
+
+    def local_value(w, lane, var, size):
+        buf = w.local_bytes()
+        return int.from_bytes(buf[lane, var.offset : var.offset + size].tobytes(), "little")
+
+    def generic_bytes(w, lane, addr, size):
+        if addr >> 56 == 2:
+            start = addr & 0xFFFFFF
+            return w.local_bytes()[lane, start : start + size].tobytes()
+        return w.machine.memory.bytes_at(addr, size).tobytes()
+
+    def text_at(w, lane, addr):
+        out = b""
+        while True:
+            c = generic_bytes(w, lane, addr + len(out), 1)
+            if c == b"\0" or len(out) > 65536:
+                return out.decode("utf-8", "replace")
+            out += c
+
+    def run(w, m, ins):
+        for lane in np.flatnonzero(m).tolist():
+            if name == "__assertfail":
+                what = text_at(w, lane, local_value(w, lane, args[0].var, 8))
+                raise EmulationError(f"device assertion failed at PTX line {ins.line}{w.machine.where(ins)}: {what}")
+            fmt = text_at(w, lane, local_value(w, lane, args[0].var, 8))
+            pointer = local_value(w, lane, args[1].var, 8)
+            w.machine.printed.append(_format(fmt, lambda off, n: generic_bytes(w, lane, pointer + off, n), lambda p: text_at(w, lane, p)))
+        for r in returns:
+            w.local_bytes()[:, r.var.offset : r.var.offset + 4] = 0
+
+    return False, run
+
+
+def _format(fmt: str, read, text) -> str:
+    """printf with the device's argument buffer: every argument at its own size and alignment, floats as double."""
+    import re
+    import struct
+
+    offset = 0
+
+    def take(n):
+        nonlocal offset
+        offset = (offset + n - 1) // n * n
+        raw = read(offset, n)
+        offset += n
+        return raw
+
+    def one(match):
+        flags, length, conv = match.group(1), match.group(2), match.group(3)
+        if conv == "%":
+            return "%"
+        if conv in "eEfFgGaA":
+            return f"%{flags}{conv}" % struct.unpack("<d", take(8))[0]
+        if conv == "s":
+            return f"%{flags}s" % text(struct.unpack("<Q", take(8))[0])
+        if conv == "p":
+            return hex(struct.unpack("<Q", take(8))[0])
+        n = 8 if length in ("l", "ll", "z", "j", "t") else 4
+        value = int.from_bytes(take(n), "little", signed=conv in "di")
+        return chr(value & 255) if conv == "c" else f"%{flags}{'d' if conv in 'diu' else conv}" % value
+
+    return re.sub(r"%([-+ #0-9.]*)(hh|h|ll|l|z|j|t)?([a-zA-Z%])", one, fmt)
+
+
+__all__ = ["arrive_on", "add_tx", "mbarrier_at", "Reg"]

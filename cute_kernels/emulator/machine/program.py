@@ -1,0 +1,215 @@
+"""An entry decoded into items, the units the scheduler steps through.
+
+An item is one of: a run of instructions that never block (compiled to one Python function, once for the full warp and once
+for a masked one, on first use), one blocking instruction, or one control transfer.
+"""
+
+from __future__ import annotations
+
+from ..ptx.flatten import Flat, flatten, registers, targets_of
+from ..ptx.ir import Instr, Mem, Module, PtxError, UnsupportedInstruction
+from .emit import REGISTER_ONLY, Emitter
+from .optable import OPS, classify
+
+CODE, BLOCKING, BRANCH, INDIRECT, EXIT = range(5)
+CONTROL = ("bra", "brx", "ret", "exit", "trap", "brkpt")
+
+
+_NO_DEST = ("st", "red", "bar", "barrier", "bra", "brx", "cp", "prefetch", "fence", "membar", "stmatrix", "setmaxnreg")
+
+
+def source_registers(ins: Instr) -> list:
+    """Registers an instruction reads."""
+    regs = [] if ins.pred is None else [ins.pred]
+    writes_first = bool(ins.operands) and ins.base not in _NO_DEST and not isinstance(ins.operands[0], Mem)
+    for k, o in enumerate(ins.operands):
+        if k == 0 and writes_first:
+            continue
+        regs += registers(o)
+    return regs
+
+
+class Item:
+    __slots__ = ("kind", "index", "instrs", "run_full", "run_masked", "fn", "ins", "target", "pred", "neg", "rpc", "targets", "line", "nins")
+
+    def __init__(self, kind: int, index: int, instrs: list[Instr]) -> None:
+        self.kind, self.index, self.instrs = kind, index, instrs
+        self.run_full = self.run_masked = None
+        self.fn = None
+        self.ins = instrs[0]
+        self.line = self.ins.line
+        self.target = -1
+        self.pred = None
+        self.neg = False
+        self.rpc = -1
+        self.targets = ()
+        self.nins = len(instrs)
+
+
+class Program:
+    """A compiled entry. `fine` makes every memory and synchronisation instruction an item of its own (random schedules)."""
+
+    def __init__(self, module: Module, entry: str, *, fine: bool = False, checking: bool = True) -> None:
+        self.module = module
+        self.flat: Flat = flatten(module, entry)
+        self.fine, self.checking = fine, checking
+        self.emitter = Emitter()
+        self.items: list[Item] = []
+        self._decode()
+        self.nitems = len(self.items)
+
+    def _decode(self) -> None:
+        flat = self.flat
+        first_item: dict[int, int] = {}
+        errors: list[UnsupportedInstruction] = []
+        for k, block in enumerate(flat.blocks):
+            first_item[k] = len(self.items)
+            run: list[Instr] = []
+
+            def flush(run=run):
+                if run:
+                    self.items.append(Item(CODE, len(self.items), list(run)))
+                    run.clear()
+
+            for ins in flat.instrs[block.start : block.end]:
+                try:
+                    kind, fn = self.decode(ins)
+                except UnsupportedInstruction as e:
+                    errors.append(e)
+                    continue
+                if kind == CODE:
+                    if self.fine and fn is not None:
+                        flush()
+                        run.append(ins)
+                        flush()
+                    else:
+                        run.append(ins)
+                    continue
+                flush()
+                item = Item(kind, len(self.items), [ins])
+                item.fn = fn
+                item.rpc = block.ipdom
+                self.items.append(item)
+            flush()
+            if first_item[k] == len(self.items):  # nothing decoded: keep a place for the branch targets
+                first_item[k] = len(self.items)
+        if errors:
+            raise errors[0] if len(errors) == 1 else UnsupportedInstruction(
+                "; ".join(dict.fromkeys(str(e) for e in errors[:20])), 0
+            )
+        for item in self.items:
+            if item.kind in (BRANCH, INDIRECT):
+                item.rpc = first_item[item.rpc] if item.rpc >= 0 else -1
+                goes = [first_item[flat.block_of[t]] for t in targets_of(item.ins)]
+                item.target, item.targets = goes[0], tuple(goes)
+            else:
+                item.rpc = -1
+            if item.ins.pred is not None and item.kind != CODE:
+                item.pred, item.neg = item.ins.pred.index, item.ins.pred_neg
+
+    def decode(self, ins: Instr):
+        """(item kind, implementation or None). Raises UnsupportedInstruction."""
+        base = ins.base
+        if base in CONTROL:
+            if base == "bra":
+                return BRANCH, None
+            if base == "brx":
+                return INDIRECT, None
+            return EXIT, base
+        op = OPS.get(base)
+        if op is not None:
+            blocking, fn = op(ins)
+            return (BLOCKING, fn) if blocking else (CODE, self._bind(ins, fn))
+        if base in REGISTER_ONLY:
+            try:
+                self.emitter.emit(ins, False)
+            except UnsupportedInstruction:
+                raise
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+                raise UnsupportedInstruction(f"unsupported instruction {ins.op}: operands {ins!r} ({e})", ins.line) from e
+            return CODE, None
+        raise UnsupportedInstruction(f"unsupported instruction {ins.op}", ins.line)
+
+    def _bind(self, ins: Instr, fn):
+        self.emitter.globals[f"f{ins.index}"] = fn
+        self.emitter.globals[f"i{ins.index}"] = ins
+        return fn
+
+    def compile(self, item: Item, masked: bool):
+        """Python function f(w, m) of a CODE item."""
+        em = self.emitter
+        body: list[str] = []
+        for ins in item.instrs:
+            if ins.base in OPS:
+                call = f"f{ins.index}(w, {{}}, i{ins.index})"
+                if ins.pred is not None:
+                    p = f"~P[{ins.pred.index}]" if ins.pred_neg else f"P[{ins.pred.index}]"
+                    body.append(f"mq = m & {p}")
+                    body.append(f"if mq.any(): {call.format('mq')}")
+                else:
+                    body.append(call.format("m"))
+            else:
+                body += em.emit(ins, masked)
+        text = "\n".join(body)
+        head = [f"{v}=w.{v}" for v in ("U", "S", "F", "G", "X", "Y", "D", "E", "LO", "HI", "H", "I", "R", "P", "Q") if f"{v}[" in text]
+        source = "def segment(w, m):\n " + ";".join(head or ["pass"]) + "\n " + text.replace("\n", "\n ") + "\n"
+        scope: dict = {}
+        exec(compile(source, f"<ptx line {item.line}>", "exec"), em.globals, scope)
+        fn = scope["segment"]
+        if masked:
+            item.run_masked = fn
+        else:
+            item.run_full = fn
+        return fn
+
+    @property
+    def item_of(self) -> dict[int, int]:
+        """Flat instruction index -> item index."""
+        table = self.__dict__.get("_item_of")
+        if table is None:
+            table = self._item_of = {ins.index: item.index for item in self.items for ins in item.instrs}
+        return table
+
+    def load_readers(self, ins: Instr) -> list[tuple[int, int]]:
+        """(item, instruction index) of every instruction that reads a register `ins` loads."""
+        cache = self.__dict__.setdefault("_readers", {})
+        if not cache:
+            users: dict = {}
+            for x in self.flat.instrs:
+                for r in source_registers(x):
+                    users.setdefault(r, []).append((self.item_of.get(x.index, -1), x.index))
+            cache["users"] = users
+        hit = cache.get(ins.index)
+        if hit is None:
+            regs = registers(ins.operands[0])
+            hit = cache[ins.index] = sorted({u for r in regs for u in cache["users"].get(r, ())})
+        return hit
+
+    def source_of(self, ins: Instr) -> str:
+        """"file:line" from .loc, or ""."""
+        file_number, line = ins.loc
+        name = self.module.files.get(file_number)
+        return f"{name}:{line}" if name and line else ""
+
+
+def survey(module: Module) -> dict[str, dict]:
+    """For every entry: opcode -> {count, supported, class, lines of the first unsupported use}."""
+    out: dict[str, dict] = {}
+    for entry in module.entries:
+        table: dict[str, dict] = {}
+        try:
+            flat = flatten(module, entry)
+        except PtxError as e:
+            out[entry] = {"error": str(e)}
+            continue
+        shell = Program.__new__(Program)
+        shell.emitter = Emitter()
+        for ins in flat.instrs:
+            row = table.setdefault(ins.op, {"count": 0, "supported": True, "class": classify(ins), "line": ins.line, "why": ""})
+            row["count"] += 1
+            try:
+                shell.decode(ins)
+            except UnsupportedInstruction as e:
+                row.update(supported=False, why=str(e), line=ins.line)
+        out[entry] = table
+    return out
