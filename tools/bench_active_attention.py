@@ -9,8 +9,8 @@ most --max-caches, so short lengths stay warmer; the column `cold` says which). 
 interleaved within a round; no programmatic launch overlap. `host` is the time of one eager call without a graph, measured while the
 GPU keeps up.
 
-Peers (those that are installed): SDPA on the sliced cache with enable_gqa; SDPA over the full capacity with a mask and repeated heads
-(`sdpa_full`, only on request: its time grows with the capacity); FlashAttention-3's flash_attn_with_kvcache (package fa3-fwd);
+Peers (those that are installed): SDPA on the sliced cache with enable_gqa; SDPA over the full capacity with a mask and repeated
+heads (`sdpa_full`, only on request: its time grows with the capacity); FlashAttention-3's flash_attn_with_kvcache (package fa3-fwd);
 FlashInfer's single_decode_with_kv_cache (batch 1).
 """
 
@@ -40,8 +40,9 @@ class Case:
         self.capacity = max(length, a.capacity)
         dtype = torch.bfloat16 if a.dtype == "bf16" else torch.float16
         shape = (self.n, batch, a.kv_heads, self.capacity, a.dim)
-        self.k, self.v = (torch.empty(shape, dtype=dtype, device="cuda").normal_() for _ in range(2))
-        self.q = torch.randn(self.n, batch, q_len, a.heads, a.dim, device="cuda").to(dtype).transpose(2, 3)
+        # Lists of views: indexing a tensor costs microseconds of host time.
+        self.k, self.v = (list(torch.empty(shape, dtype=dtype, device="cuda").normal_()) for _ in range(2))
+        self.q = list(torch.randn(self.n, batch, q_len, a.heads, a.dim, device="cuda").to(dtype).transpose(2, 3))
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
 
 
@@ -247,9 +248,11 @@ def main():
         times = device_times(calls, case, a)
         floor = case.active / 4.28e6
         text = "  ".join(f"{name} {t:.2f}" for name, t in times.items())
-        print(f"B {batch} L {length} q {q_len} n {case.n}{'' if case.cold else ' (warm)'}: bytes/4.28TB/s {floor:.2f} | {text}", flush=True)
+        shape = f"B {batch} L {length} q {q_len} n {case.n}{'' if case.cold else ' (warm)'}"
+        print(f"{shape}: bytes/4.28TB/s {floor:.2f} | {text}", flush=True)
+        common = dict(batch=batch, length=length, q_len=q_len, n=case.n, cold=case.cold)
         for name, t in times.items():
-            rows.append(dict(batch=batch, length=length, q_len=q_len, n=case.n, cold=case.cold, name=name, device_us=round(t, 3), host_us=""))
+            rows.append(dict(common, name=name, device_us=round(t, 3), host_us=""))
         if a.host:
             hosts = {name: host_time(call, case.n) for name, call in calls.items() if "[" not in name}
             if a.operator:
@@ -284,7 +287,8 @@ def plot(rows, path):
         axes.bar(x, [at[s] for s in shapes if s in at], 0.8 / len(names), label=name)
     axes.set_yscale("log")
     axes.set_ylabel("device time, us")
-    axes.set_xticks([j + 0.4 for j in range(len(shapes))], [f"B{b} L{n}" + (f" q{s}" if s > 1 else "") for b, n, s in shapes], rotation=60)
+    labels = [f"B{b} L{n}" + (f" q{s}" if s > 1 else "") for b, n, s in shapes]
+    axes.set_xticks([j + 0.4 for j in range(len(shapes))], labels, rotation=60)
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)

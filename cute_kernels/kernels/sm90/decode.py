@@ -1,13 +1,14 @@
 """Active-length attention for few query rows (decode) on Hopper: the host side.
 
 `can_implement` says whether a case runs here, `launch` runs it into given outputs, `active_attention_decode` allocates them. The
-kernel itself, and how it works, is in decode_kernel.py. One launch per call; nothing is allocated but the outputs: the workspace for
-partial results and its counters are kept per device and stream (calls on one stream run in order, so they share it safely; a
-captured graph uses the workspace of the stream it was captured on, so two such graphs must not replay at the same time).
+kernel itself, and how it works, is in decode_kernel.py. One launch per call; nothing is allocated but outputs: the workspace for
+partial results and its counters are kept per device and stream. Calls on one stream run in order, so they share it safely. All
+captured graphs of a device share one: two of them must not replay at the same time on different streams.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +39,20 @@ class Variant(NamedTuple):
     append: bool
     device_length: bool
     min_blocks: int
+    stages: int
+
+
+class _Workspace(NamedTuple):
+    partials: Tensor
+    counters: Tensor
+    floats: int
+    n_counters: int
 
 
 _compiled: dict[Variant, Any] = {}
-_workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+_plans: dict[tuple, tuple[Any, int, int, int, int]] = {}
+_workspaces: dict[tuple[int, int], _Workspace] = {}  # (device, stream), or (device, -1) for graph captures
+_retired: list[_Workspace] = []
 
 
 def can_implement(
@@ -70,19 +81,18 @@ def can_implement(
 
 def split_cap(kv_heads: int) -> int:
     """Most splits of one sequence: enough CTAs for one sequence to use the GPU. Depends on the head count alone."""
-    return max(4, min(64, 128 // max(1, kv_heads)))
+    return max(2, min(32, 64 // max(1, kv_heads)))
 
 
 def _aligned(*tensors: Tensor | None) -> bool:
     """Every row starts at a multiple of 16 bytes (strides of dimensions of size 1 do not matter)."""
     for x in tensors:
-        if x is None:
-            continue
-        s0, s1, s2, _ = x.stride()
-        if x.data_ptr() & 15:
-            return False
-        if (s0 | s1 | s2) & 7 and any(st & 7 and n > 1 for st, n in zip(x.stride()[:3], x.shape[:3], strict=True)):
-            return False
+        if x is not None:
+            s0, s1, s2, _ = x.stride()
+            if x.data_ptr() & 15:
+                return False
+            if (s0 | s1 | s2) & 7 and any(st & 7 and n > 1 for st, n in zip((s0, s1, s2), x.shape)):
+                return False
     return True
 
 
@@ -96,7 +106,7 @@ def choose(
     return Variant(
         q.dtype == torch.bfloat16, d, group, s == 1, 8 if s * group <= 8 or d > 128 else 16, 4, split_cap(kv_heads),
         _aligned(q, k_cache, v_cache, k_new, v_new), causal, window_left >= 0, softcap > 0.0, attn_sink is not None,
-        k_new is not None, not isinstance(kv_len, int), 0,
+        k_new is not None, not isinstance(kv_len, int), 3 if s * group <= 8 and d <= 128 else 0, 2,
     )  # fmt: skip
 
 
@@ -130,18 +140,34 @@ def compile_variant(variant: Variant, options: str = "") -> Any:
     )  # fmt: skip
 
 
-def _workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
+def _allocate(device: torch.device, floats: int, counters: int) -> _Workspace:
+    partials = torch.empty(floats, dtype=torch.float32, device=device)
+    return _Workspace(partials, torch.zeros(counters, dtype=torch.int32, device=device), floats, counters)
+
+
+def _workspace(device: torch.device, floats: int, counters: int) -> _Workspace:
+    """Room for partial results and zeroed counters, kept per stream, and one per device for what CUDA graphs capture.
+
+    A capture cannot zero memory once and for all (what it records runs at each replay), so its workspace is made by the eager calls
+    before it, of which every warm-up has one. Without any, the capture gets its own, zeroed by a node of the graph.
+    """
     index = device.index
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
+    capturing = torch._C._cuda_isCurrentStreamCapturing()
+    key = (index, -1 if capturing else torch._C._cuda_getCurrentRawStream(index))
     found = _workspaces.get(key)
-    if found is None or found[0].numel() < floats or found[1].numel() < counters:
-        # Counters return to zero after every launch; new ones start there. Grown in powers of two, so rarely.
-        grow = [1 << (n - 1).bit_length() for n in (max(floats, 1 << 18), max(counters, 1 << 12))]
-        found = (
-            torch.empty(grow[0], dtype=torch.float32, device=device),
-            torch.zeros(grow[1], dtype=torch.int32, device=device),
-        )
-        _workspaces[key] = found
+    if found is not None and found.floats >= floats and found.n_counters >= counters:
+        return found
+    if capturing:
+        return _allocate(device, floats, counters)
+    # Grown in powers of two, so rarely. Counters return to zero after every launch; new ones start there.
+    floats, counters = (1 << (n - 1).bit_length() for n in (max(floats, 1 << 18), max(counters, 1 << 12)))
+    found = _workspaces[key] = _allocate(device, floats, counters)
+    old = _workspaces.get((index, -1))
+    if old is None or old.floats < floats or old.n_counters < counters:
+        if old is not None:
+            _retired.append(old)  # graphs may still use it
+        _workspaces[index, -1] = _allocate(device, floats, counters)
+        torch.cuda.current_stream(device).synchronize()  # its zeros must be there before another stream's replay
     return found
 
 
@@ -168,32 +194,51 @@ def launch(
     b, h_q, s, d = q.shape
     if b == 0 or h_q == 0 or s == 0:
         return
-    v = variant or choose(q, k_cache, v_cache, kv_len, causal, window_left, softcap, attn_sink, k_new, v_new)
-    run = _compiled.get(v)
-    if run is None:
-        run = _compiled[v] = compile_variant(v)
-    kv_heads, capacity = k_cache.shape[1], k_cache.shape[2]
-    tile = 16 * v.warps
-    row_tiles = -(-s * v.group // v.row_tile)
-    if v.device_length:
-        lengths, length, slots = kv_len, 0, split_bound(capacity, tile, v.split_cap)
+    if k_cache.shape[2] == 0:
+        out.zero_()
+        lse.fill_(-math.inf)
+        return
+    # The order of what follows is the host time of a call: one small tuple finds everything that lengths do not change.
+    device_length = not isinstance(kv_len, int)
+    key = (
+        q.dtype, h_q, s, d, k_cache.shape[1], causal, window_left >= 0, softcap > 0.0, attn_sink is None, k_new is None,
+        device_length, _aligned(q, k_cache, v_cache, k_new, v_new), variant,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        chosen = variant or choose(q, k_cache, v_cache, kv_len, causal, window_left, softcap, attn_sink, k_new, v_new)
+        plan = _plans[key] = _plan(chosen, s)
+    run, tile, cap, row_tiles, rows = plan
+    if device_length:
+        lengths, length, slots = kv_len, 0, split_bound(k_cache.shape[2], tile, cap)
     else:
         lengths, length = None, kv_len
         if row_tiles == 1:
-            keys = min(kv_len, window_left + s) if window_left >= 0 else kv_len
-            slots = split_count(keys, tile, v.split_cap)
+            slots = split_count(min(kv_len, window_left + s) if window_left >= 0 else kv_len, tile, cap)
         else:
-            slots = split_bound(kv_len, tile, v.split_cap)
-    records = b * kv_heads * row_tiles * v.row_tile
-    workspace, counters = _workspace(q.device, records * slots * (d + 4) if slots > 1 else 0, records)
+            slots = split_bound(kv_len, tile, cap)
+    records = b * k_cache.shape[1] * rows
+    ws = _workspace(q.device, records * slots * (d + 4) if slots > 1 else 0, records)
     if softcap > 0.0:
         scale, cap_log2 = sm_scale / softcap, softcap * LOG2E
     else:
         scale, cap_log2 = sm_scale * LOG2E, 0.0
     run(
-        q, k_cache, v_cache, out, lse, lengths, length, workspace, counters, attn_sink, k_new, v_new,
+        q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new,
         scale, cap_log2, window_left, slots, row_tiles,
     )  # fmt: skip
+
+
+def _plan(variant: Variant, q_len: int) -> tuple[Any, int, int, int, int]:
+    """The compiled function, keys per step of a CTA, split cap, row tiles, and packed rows (with padding) per KV head."""
+    run = _compiled.get(variant)
+    if run is None:
+        compiled = compile_variant(variant)
+        # The FFI function itself: the wrapper around it, which maps keyword arguments, costs more than the call.
+        unwrap = getattr(compiled, "__tvm_ffi_object__", None)
+        run = _compiled[variant] = (unwrap() if unwrap is not None else None) or compiled
+    row_tiles = -(-q_len * variant.group // variant.row_tile)
+    return run, 16 * variant.warps, variant.split_cap, row_tiles, row_tiles * variant.row_tile
 
 
 def active_attention_decode(

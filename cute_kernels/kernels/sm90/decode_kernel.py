@@ -1,24 +1,26 @@
 """Active-length attention for few query rows (decode) on Hopper: the device side.
 
-Work. One CTA owns (batch row b, KV head h, row tile, split): up to 8 or 16 packed query rows (token-major, the G heads that share KV
-head h inside) against `split_size` consecutive keys. Its warps are independent until the end: each takes 16 keys of every
+Work. One CTA owns (batch row b, KV head h, row tile, split): up to 8 or 16 packed query rows (token-major, the G heads that share
+KV head h inside) against `split_size` consecutive keys. Its warps are independent until the end: each takes 16 keys of every
 `tile` = 16 * warps keys, so the loop has no barrier.
 
-Registers, no shared memory, for K and V. A decode step reads each cache byte once, so a shared-memory stage would only add a hop.
-16-byte loads land directly in mma.sync fragments, because a sum over head dimensions may be taken in any order and output
-dimensions may be numbered in any order. Lane = 4 * g + t:
+K and V in fragment order. 16-byte loads bring exactly what the lane's mma.sync fragments need, because a sum over head dimensions
+may be taken in any order and output dimensions may be numbered in any order: no transposing loads, no exchange between lanes. A
+warp's first 16 keys go straight to registers (a split of one step is all latency: no shared-memory hop); later ones go by cp.async
+through a ring of `stages` slots, in which each lane reads back only what it wrote itself, so that a warp never waits for another
+one, or even for its own lanes, and bank conflicts cannot occur. Lane = 4 * g + t:
   S[rows, keys]  = Q (A, 16 rows) x K^T (B, 8 keys): lane loads dims [8t, 8t + 8) of each 32-dim block of keys g and g + 8, and of
                    query row g (and g + 8); the two k-steps of a block take words 0, 1 and words 2, 3.
-  O^T[dims, rows] = V^T (A, 16 dims) x P^T (B, 8 rows): lane loads dims [8g, 8g + 8) of each 64-dim block of keys 2t, 2t+1, 2t+8,
-                   2t+9; prmt pairs two keys into a word; the S accumulator, rounded to 16 bits, already is the B fragment.
+  O^T[dims, rows] = V^T (A, 16 dims) x P^T (B, 8 rows): lane loads dims [8g, 8g + 8) of each 64-dim block of keys 2t, 2t+1,
+                   2t+8, 2t+9; prmt pairs two keys into a word; the S accumulator, rounded to 16 bits, already is the B fragment.
                    m-tile j of a block holds dims 8g + 2j (rows g) and 8g + 2j + 1 (rows g + 8), so that in the result a lane has 8
                    consecutive dims of rows 2t and 2t + 1.
-Up to 8 rows cost half of the 16-row accumulators: 32 registers at D 128. While a warp works on keys [j, j + 16), the loads of its
-next 16 keys (8 KiB at D 128) are in flight: K is refilled right after Q K^T, V after P V.
+Up to 8 rows cost half of the 16-row accumulators: 32 registers at D 128. In flight per warp: 8 KiB per stage at D 128, and 8 KiB in
+registers at the start; a slot is refilled as soon as it has been read, K right after Q K^T, V after P V.
 
 Numbers. Logits in base 2: x = scale * log2(e) * q.k, fp32. The running maximum starts at -1e30, masked logits are -inf, so a row
-without keys ends with maximum -1e30 and sum 0, never NaN. Rows at or past kv_len are never read: a load past the end goes to the
-last row, whose weight for that key is 0. P is rounded to 16 bits for P V, the sum takes the unrounded values.
+without keys ends with maximum -1e30 and sum 0, never NaN. Rows at or past kv_len are never used: a load past the end goes to the
+last row instead, whose weight for that key is 0. P is rounded to 16 bits for P V, the sum takes the unrounded values.
 
 Reduction. Warps merge through shared memory in warp order. With one split the result is final; otherwise each row's partial
 (O, maximum, sum) goes to the workspace, one lane counts, and the warp that counts last merges all splits of that row in split
@@ -54,7 +56,8 @@ class DecodeKernel:
         row_tile: packed rows per CTA, 8 or 16.
         warps: warps per CTA.
         split_cap: largest number of splits (see splits.split_size).
-        wide: all row addresses are multiples of 16 bytes.
+        wide: all row addresses are multiples of 16 bytes; else no ring, and 2-byte loads.
+        min_blocks: CTAs per SM that registers must allow, 0 for any; stages: ring slots of 16 keys per warp.
         causal, window, softcap, sink, append, device_length: options; absent ones leave no code.
     """
 
@@ -74,7 +77,8 @@ class DecodeKernel:
         sink: bool,
         append: bool,
         device_length: bool,
-        min_blocks: int = 0,
+        min_blocks: int,
+        stages: int,
     ) -> None:
         if head_dim % 8 or not 16 <= head_dim <= 256 or row_tile not in (8, 16):
             raise ValueError(f"head_dim {head_dim}, row_tile {row_tile}")
@@ -86,9 +90,14 @@ class DecodeKernel:
         self.nt = row_tile // 8
         self.k_blocks = -(-head_dim // 32)
         self.v_blocks = -(-head_dim // 64)
-        # K and V of 16 keys take 64 registers at D 128; at D 256 they would take 128, so there V waits for K's registers.
-        self.prefetch = head_dim <= 128
+        self.stages = stages if wide else 0
+        # K and V of 16 keys take 64 registers at D 128; at D 256 they would take 128, so there the first step uses the ring too.
+        self.direct = wide and head_dim <= 128
+        self.words_per_step = 2 * self.k_blocks + 4 * self.v_blocks  # 16-byte pieces per lane
+        self.stage_bytes = 512 * self.words_per_step
         self.pitch = head_dim + 4  # floats per row in shared memory and in the workspace: O, maximum, sum, 2 unused
+        # A warp's ring, which at the end holds the warp's partial result instead.
+        self.warp_bytes = max(self.stages * self.stage_bytes, 4 * row_tile * self.pitch)
 
     @cute.jit
     def __call__(
@@ -134,7 +143,7 @@ class DecodeKernel:
         tid, _, _ = cute.arch.thread_idx()
         x, h, b = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        s_o = smem.allocate_tensor(Float32, cute.make_layout(self.warps * self.rt * self.pitch), 16)
+        s_o = smem.allocate_tensor(Float32, cute.make_layout(self.warps * self.warp_bytes // 4), 16)
         s_base = s_o.iterator.toint()
         warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
         g, t = lane // 4, lane % 4
@@ -152,14 +161,14 @@ class DecodeKernel:
             kv_len = cutlass.max(0, cutlass.min(kv_len, capacity))
         # Keys that any row of this tile may see: [low, high).
         low, high = Int32(0), kv_len
-        first_pos = kv_len - q_len + row0 // self.group  # of the tile's first token
+        first_pos = kv_len - q_len + self._token(row0)  # of the tile's first token
         if cutlass.const_expr(self.window):
             low = cutlass.max(0, first_pos - window_left)
         if cutlass.const_expr(self.causal and not self._one_tile()):
-            last_token = (cutlass.min(row0 + self.rt, n_rows) - 1) // self.group
+            last_token = self._token(cutlass.min(row0 + self.rt, n_rows) - 1)
             high = cutlass.max(0, kv_len - q_len + last_token + 1)
         keys = cutlass.max(0, high - low)
-        size = split_size(keys, self.tile, self.cap)
+        size = split_size(keys, self.tile, self.cap, cutlass.select_)
         begin = low + split * size
         end = cutlass.min(begin + size, high)
 
@@ -171,7 +180,7 @@ class DecodeKernel:
 
     def smem_percent(self) -> int:
         """Share of an SM's 228 KiB that max(1, min_blocks) CTAs need (each also pays 1 KiB that the driver keeps)."""
-        per_cta = 4 * self.warps * self.rt * self.pitch + 2048
+        per_cta = self.warps * self.warp_bytes + 2048
         return min(100, -(-100 * max(1, self.min_blocks) * per_cta // (228 * 1024)))
 
     def _one_tile(self) -> bool:
@@ -196,32 +205,61 @@ class DecodeKernel:
         kv = (k_base, k_stride, kn_base, kn_stride), (v_base, v_stride, vn_base, vn_stride)
 
         first = begin + 16 * warp
+        steps = cutlass.max(0, (end - first + (self.tile - 1)) // self.tile)
+        ring = s_base + warp * self.warp_bytes + 16 * lane
         k_regs, v_regs = self._no_words(self.k_blocks, 2), self._no_words(self.v_blocks, 4)
-        if cutlass.const_expr(self.prefetch):
+        if cutlass.const_expr(self.direct):
             k_regs = self._load_k(kv[0], first, end, new_start, g, t)
         q_regs = self._load_q(q, b, h, row0, n_rows, g, t)
-        if cutlass.const_expr(self.prefetch):
+        if cutlass.const_expr(self.direct):
             v_regs = self._load_v(kv[1], first, end, new_start, g, t)
+        at_step = 1 if self.direct else 0  # the first step that uses the ring
+        if cutlass.const_expr(self.stages > 0):
+            if steps > at_step:
+                for j in cutlass.range_constexpr(self.stages):
+                    base = first + (at_step + j) * self.tile
+                    if base < end:
+                        self._fetch_k(ring + j * self.stage_bytes, kv[0], base, end, new_start, g, t)
+                        self._fetch_v(ring + j * self.stage_bytes, kv[1], base, end, new_start, g, t)
+                    ptx.cp_async_commit()
 
         o = [[Float32(0.0) for _ in range(4)] for _ in range(self.v_blocks * 4 * nt)]
         m = [Float32(M_START) for _ in range(nt)]
         l = [Float32(0.0) for _ in range(nt)]
         # Position of this lane's query rows g and g + 8.
-        pos = [kv_len - q_len + (row0 + g + 8 * i) // self.group for i in range(nt)]
-        steps = cutlass.max(0, (end - first + (self.tile - 1)) // self.tile)
-        for i in cutlass.range(steps, unroll=1):
+        pos = [kv_len - q_len + self._token(row0 + g + 8 * i) for i in range(nt)]
+        if cutlass.const_expr(self.direct):
+            if steps > 0:
+                s = self._scores(q_regs, k_regs)
+                p, m, l, alpha = self._softmax(s, m, l, first, end, pos, scale, cap_log2, window_left, t)
+                o = self._accumulate(o, p, v_regs, alpha, t)
+        slot = ring
+        for i in cutlass.range(at_step, steps, unroll=1):
             base = first + i * self.tile
-            if cutlass.const_expr(not self.prefetch):
-                k_regs = self._load_k(kv[0], base, end, new_start, g, t)
-            s = self._scores(q_regs, k_regs)
-            if cutlass.const_expr(self.prefetch):
-                k_regs = self._load_k(kv[0], base + self.tile, end, new_start, g, t)
+            ahead = base + self.stages * self.tile
+            if cutlass.const_expr(self.stages > 0):
+                ptx.cp_async_wait(self.stages - 1)
+                k_step = self._read_k(slot)
             else:
-                v_regs = self._load_v(kv[1], base, end, new_start, g, t)
+                k_step = self._load_k(kv[0], base, end, new_start, g, t)
+            s = self._scores(q_regs, k_step)
+            if cutlass.const_expr(self.stages > 0):
+                if ahead < end:
+                    self._fetch_k(slot, kv[0], ahead, end, new_start, g, t)
             p, m, l, alpha = self._softmax(s, m, l, base, end, pos, scale, cap_log2, window_left, t)
-            o = self._accumulate(o, p, v_regs, alpha, t)
-            if cutlass.const_expr(self.prefetch):
-                v_regs = self._load_v(kv[1], base + self.tile, end, new_start, g, t)
+            if cutlass.const_expr(self.stages > 0):
+                v_step = self._read_v(slot)
+            else:
+                v_step = self._load_v(kv[1], base, end, new_start, g, t)
+            o = self._accumulate(o, p, v_step, alpha, t)
+            if cutlass.const_expr(self.stages > 0):
+                if ahead < end:
+                    self._fetch_v(slot, kv[1], ahead, end, new_start, g, t)
+                ptx.cp_async_commit()
+                slot = slot + self.stage_bytes
+                slot = cutlass.select_(slot == ring + self.stages * self.stage_bytes, ring, slot)
+        # Other lanes' slots are overwritten below.
+        cute.arch.sync_warp()
 
         # The loop needs every register: what follows reads its coordinates again instead of keeping them (see ptx.special).
         tid, h, b = ptx.special("tid.x"), ptx.special("ctaid.y"), ptx.special("ctaid.z")
@@ -235,14 +273,14 @@ class DecodeKernel:
         pitch = 4 * self.pitch  # bytes
         for i in cutlass.range_constexpr(nt):
             if t == 0:
-                at = s_base + (warp * self.rt + g + 8 * i) * pitch + 4 * d
+                at = s_base + warp * self.warp_bytes + (g + 8 * i) * pitch + 4 * d
                 ptx.st_shared_f2(at, m[i], l[i])
             for e in cutlass.range_constexpr(2):
                 row = 2 * t + e + 8 * i
                 for c in cutlass.range_constexpr(self.v_blocks):
                     col = 64 * c + 8 * g
                     if row + row0 < n_rows and col < d:
-                        at = s_base + (warp * self.rt + row) * pitch + 4 * col
+                        at = s_base + warp * self.warp_bytes + row * pitch + 4 * col
                         a = [o[(c * 4 + j) * nt + i] for j in range(4)]
                         ptx.st_shared_f4(at, a[0][e], a[0][2 + e], a[1][e], a[1][2 + e])
                         ptx.st_shared_f4(at + 16, a[2][e], a[2][2 + e], a[3][e], a[3][2 + e])
@@ -250,7 +288,10 @@ class DecodeKernel:
             if split == 0:
                 self._append_rows(k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane)
         cute.arch.sync_threads()
-        count = cutlass.max(1, (keys + size - 1) // cutlass.max(size, 1))
+        if cutlass.const_expr(self._one_tile() and not self.device_length):
+            count = split_slots  # the host computed it with the same rule
+        else:
+            count = cutlass.max(1, (keys + size - 1) // cutlass.max(size, 1))
         most = min(self.rt, self.group) if self._one_tile() else self.rt
         for i in cutlass.range_constexpr(-(-most // self.warps)):
             row = warp + i * self.warps
@@ -259,17 +300,20 @@ class DecodeKernel:
                     out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, lane, h, b, split, row_tile, row0, row, count
                 )
 
-    # ---- loads -------------------------------------------------------------------------------------------------------------------------
+    # ---- loads ----------------------------------------------------------------------------------------------------
     def _ld(self, addr, pred):
         """Zeros where pred is 0."""
         return ptx.ld_global_nc_4(addr, pred) if self.wide else ptx.ld_global_nc_4_halves(addr, pred)
 
-    def _ld_row(self, addr, live, col_ok):
-        """A piece of a cache row. A warp whose 16 keys all lie past the end reads nothing and uses nothing (live = 0); in a block
-        that D cuts, columns past D are zeros."""
+    def _ld_row(self, addr, col_ok):
+        """A piece of a cache row; in a block that D cuts, columns past D are zeros."""
         if col_ok is None and self.wide:
-            return ptx.ld_global_nc_4_or_any(addr, live)
-        return self._ld(addr, live if col_ok is None else live & Int32(col_ok))
+            return ptx.ld_global_nc_4_always(addr)
+        return self._ld(addr, Int32(1) if col_ok is None else Int32(col_ok))
+
+    def _clamp(self, key, end):
+        """Keys past the end read the last row instead: their logits become -inf and their weight 0. Without any key, row 0."""
+        return cutlass.max(cutlass.min(key, end - 1), 0)
 
     def _row_address(self, source, key, new_start):
         base, stride, new_base, new_stride = source
@@ -284,40 +328,76 @@ class DecodeKernel:
         return [[[Int32(0) for _ in range(4)] for _ in range(rows)] for _ in range(blocks)]
 
     def _load_k(self, source, base, end, new_start, g, t):
-        """[block][key half][4 words]. Keys past the end read the last row instead (their logits become -inf)."""
-        live = Int32(base < end)
+        """[block][key half][4 words]."""
         rows = []
         for half in range(2):
-            key = cutlass.min(base + g + 8 * half, end - 1)
+            key = self._clamp(base + g + 8 * half, end)
             rows.append(self._row_address(source, key, new_start) + 16 * t)
-        return [[self._ld_row(a + 64 * c, live, self._col_ok(32 * c, 8 * t, 32)) for a in rows] for c in range(self.k_blocks)]
+        return [[self._ld_row(a + 64 * c, self._col_ok(32 * c, 8 * t, 32)) for a in rows] for c in range(self.k_blocks)]
 
     def _load_v(self, source, base, end, new_start, g, t):
-        """[block][key 2t, 2t + 1, 2t + 8, 2t + 9][4 words]. Keys past the end read the last row instead (their weight is 0)."""
-        live = Int32(base < end)
+        """[block][key 2t, 2t + 1, 2t + 8, 2t + 9][4 words]."""
         rows = []
         for e in (0, 1, 8, 9):
-            key = cutlass.min(base + 2 * t + e, end - 1)
+            key = self._clamp(base + 2 * t + e, end)
             rows.append(self._row_address(source, key, new_start) + 16 * g)
-        return [[self._ld_row(a + 128 * c, live, self._col_ok(64 * c, 8 * g, 64)) for a in rows] for c in range(self.v_blocks)]
+        return [[self._ld_row(a + 128 * c, self._col_ok(64 * c, 8 * g, 64)) for a in rows] for c in range(self.v_blocks)]
+
+    def _fetch_k(self, slot, source, base, end, new_start, g, t):
+        """_load_k into a ring slot: piece [block][key half] of this lane at slot + 512 * (2 * block + half)."""
+        for half in range(2):
+            key = self._clamp(base + g + 8 * half, end)
+            addr = self._row_address(source, key, new_start) + 16 * t
+            for c in range(self.k_blocks):
+                self._fetch(slot + 512 * (2 * c + half), addr + 64 * c, self._col_ok(32 * c, 8 * t, 32))
+
+    def _fetch_v(self, slot, source, base, end, new_start, g, t):
+        """_load_v into a ring slot, after K's pieces."""
+        for n, e in enumerate((0, 1, 8, 9)):
+            key = self._clamp(base + 2 * t + e, end)
+            addr = self._row_address(source, key, new_start) + 16 * g
+            for c in range(self.v_blocks):
+                to = slot + 512 * (2 * self.k_blocks + 4 * c + n)
+                self._fetch(to, addr + 128 * c, self._col_ok(64 * c, 8 * g, 64))
+
+    def _fetch(self, to, addr, col_ok):
+        if col_ok is None:
+            ptx.cp_async_16(to, addr)
+        else:
+            ptx.cp_async_16_zfill(to, addr, 16 * Int32(col_ok))
+
+    def _read_k(self, slot):
+        return [[ptx.ld_shared_4(slot + 512 * (2 * c + half)) for half in range(2)] for c in range(self.k_blocks)]
+
+    def _read_v(self, slot):
+        first = 2 * self.k_blocks
+        return [[ptx.ld_shared_4(slot + 512 * (first + 4 * c + n)) for n in range(4)] for c in range(self.v_blocks)]
+
+    def _token(self, row):
+        """Query token of a packed row, its head below _head."""
+        return Int32(0) if self.single else row // self.group
+
+    def _head(self, h, row):
+        return h * self.group + (row if self.single else row % self.group)
 
     def _load_q(self, q, b, h, row0, n_rows, g, t):
         """[block][row tile][4 words]; rows past the last are zeros."""
         rows = []
         for i in range(self.nt):
             row = row0 + g + 8 * i
-            head, token = h * self.group + row % self.group, row // self.group
+            head, token = self._head(h, row), self._token(row)
             offset = Int64(b) * q.stride[0] + Int64(head) * q.stride[1] + Int64(token) * q.stride[2]
             rows.append((_address(q) + offset * 2 + 16 * t, row < n_rows))
-        return [[self._ld(a + 64 * c, _pred(ok, self._col_ok(32 * c, 8 * t, 32))) for a, ok in rows] for c in range(self.k_blocks)]
+        cols = [self._col_ok(32 * c, 8 * t, 32) for c in range(self.k_blocks)]
+        return [[self._ld(a + 64 * c, _pred(ok, col)) for a, ok in rows] for c, col in enumerate(cols)]
 
     def _col_ok(self, first, offset, width):
         """None when the whole block lies inside D."""
         return None if first + width <= self.d else first + offset < self.d
 
-    # ---- arithmetic --------------------------------------------------------------------------------------------------------------------
+    # ---- arithmetic -----------------------------------------------------------------------------------------------
     def _scores(self, q_regs, k_regs):
-        """[key half][row tile][2]: row g (+ 8), keys 2t, 2t + 1. Two chains per half, as each mma waits ~33 clocks for the one before.
+        """[key half][row tile][2]: row g (+ 8), keys 2t, 2t + 1. Two chains per half, as an mma waits ~33 clocks for the one before.
 
         With one row tile, rows 8-15 of A would be zeros. They hold Q at the dims of the other k-step instead: one A fragment serves
         both k-steps, chain 0's valid rows are 0-7 and chain 1's 8-15 (the others are products of unlike dims, never looked at).
@@ -374,7 +454,7 @@ class DecodeKernel:
         return p_words, m_out, l_out, alphas
 
     def _accumulate(self, o, p, v_regs, alpha, t):
-        """o[(block * 4 + j) * nt + row tile] = old * alpha + V^T P^T. alpha of row r lies in lane 4r; columns here are rows 2t, 2t+1."""
+        """o[(block * 4 + j) * nt + row tile] = old * alpha + V^T P^T. alpha of row r lies in lane 4r, columns are rows 2t, 2t + 1."""
         nt = self.nt
         factors = []
         for i in range(nt):
@@ -396,12 +476,12 @@ class DecodeKernel:
                     result.append(ptx.mma_16816(scaled, a, p[i], self.bf16))
         return result
 
-    # ---- append ------------------------------------------------------------------------------------------------------------------------
+    # ---- append ---------------------------------------------------------------------------------------------------
     @cute.jit
     def _append_rows(self, k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane):
         """Copy the new rows of this tile's tokens into the cache: a warp per token, 16 bytes per lane."""
-        first = row0 // self.group
-        last = (cutlass.min(row0 + self.rt, n_rows) - 1) // self.group
+        first = self._token(row0)
+        last = self._token(cutlass.min(row0 + self.rt, n_rows) - 1)
         for token in cutlass.range(first + warp, last + 1, self.warps, unroll=1):
             row = new_start + token
             if row >= 0 and 8 * lane < self.d:
@@ -416,17 +496,17 @@ class DecodeKernel:
                         for i in cutlass.range_constexpr(4):
                             ptx.st_global_halves(to + 4 * i, words[i])
 
-    # ---- merging -----------------------------------------------------------------------------------------------------------------------
+    # ---- merging --------------------------------------------------------------------------------------------------
     @cute.jit
     def _merge_row(
         self, out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, lane, h, b, split, row_tile, row0, row, count
     ):
-        """One warp, one row: the warps' parts, then, if this split is the last to arrive, all splits' parts. A lane has 4 dims of 128."""
+        """One warp, one row: the warps' parts, then, if this split arrives last, all splits' parts. A lane has 4 dims of 128."""
         d = self.d
         pitch = 4 * self.pitch
         m, l, o = _merge(self._warp_parts(s_base, row, lane))
 
-        token, head = (row0 + row) // self.group, h * self.group + (row0 + row) % self.group
+        token, head = self._token(row0 + row), self._head(h, row0 + row)
         if count == 1:
             self._finish(out, lse, sink, lane, b, head, token, m, l, o)
         else:
@@ -461,7 +541,7 @@ class DecodeKernel:
     def _warp_parts(self, s_base, row, lane):
         parts = []
         for w in range(self.warps):
-            at = s_base + (w * self.rt + row) * 4 * self.pitch
+            at = s_base + w * self.warp_bytes + row * 4 * self.pitch
             chunks = []
             for c in range(-(-self.d // 128)):
                 # Lanes past D read column 0; what they compute is not stored.

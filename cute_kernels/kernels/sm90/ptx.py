@@ -1,11 +1,11 @@
 """The handful of PTX instructions the sm_90a kernels issue by hand, one Python function each.
 
-Why by hand: a decode step is bound by latency and bandwidth, so which load is issued when, how wide it is and whether it may be
-skipped per lane (a row at or past kv_len is never read) has to be exact. Every wrapper takes and returns DSL numbers (Int32 words
-that hold two 16-bit elements, Float32, Int64 addresses), never tensors, so that register arrays stay plain Python lists.
+Why by hand: a decode step is bound by latency and bandwidth, so which load is issued when and how wide it is has to be exact. Every
+wrapper takes and returns DSL numbers (Int32 words that hold two 16-bit elements, Float32, Int64 addresses), never tensors, so that
+register arrays stay plain Python lists.
 
-Naming: `ld_`/`st_` + space + width in 32-bit words; predicates are Int32 values, 0 = off. A switched-off load returns zeros and touches
-no memory.
+Naming: `ld_`/`st_` + space + width in 32-bit words; predicates are Int32 values, 0 = off. A switched-off load returns zeros and
+touches no memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _v(value: Any, loc: Any, ip: Any) -> Any:
     return value.ir_value(loc=loc, ip=ip)
 
 
-# ---- global memory -------------------------------------------------------------------------------------------------------------------
+# ---- global memory -----------------------------------------------------------------------------------------------
 @dsl_user_op
 def ld_global_nc_4(addr, pred, *, loc=None, ip=None) -> list[Int32]:
     """16 bytes of read-only data, not kept in L1 (each byte of a cache is used by one CTA once); zeros where pred is 0."""
@@ -59,12 +59,9 @@ def ld_global_nc_4(addr, pred, *, loc=None, ip=None) -> list[Int32]:
 
 
 @dsl_user_op
-def ld_global_nc_4_or_any(addr, pred, *, loc=None, ip=None) -> list[Int32]:
-    """As ld_global_nc_4, but the words are arbitrary where pred is 0: half as many instructions for the caller that never uses them."""
-    return _asm(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, $5, 0;\n@p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];\n}",
-        "rrrr", [_v(addr, loc, ip), _v(pred, loc, ip)], "l,r", True, loc, ip,
-    )  # fmt: skip
+def ld_global_nc_4_always(addr, *, loc=None, ip=None) -> list[Int32]:
+    """As ld_global_nc_4, without a predicate: ptxas turns some predicated loads into branches, one each."""
+    return _asm("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [_v(addr, loc, ip)], "l", True, loc, ip)
 
 
 @dsl_user_op
@@ -143,7 +140,33 @@ def atom_inc_acq_rel(addr, last, *, loc=None, ip=None) -> Int32:
     """Old value of a 32-bit counter, which becomes old + 1, or 0 when old == last: the counter resets itself for the next
     launch. Releases this thread's (and, by a preceding warp or CTA barrier, its peers') stores and acquires those of the
     threads that counted before."""
-    return _asm("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", [_v(addr, loc, ip), _v(last, loc, ip)], "l,r", True, loc, ip)[0]
+    values = [_v(addr, loc, ip), _v(last, loc, ip)]
+    return _asm("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", values, "l,r", True, loc, ip)[0]
+
+
+# ---- global to shared memory -------------------------------------------------------------------------------------
+@dsl_user_op
+def cp_async_16(to, addr, *, loc=None, ip=None) -> None:
+    """16 bytes of global memory to shared memory, past L1, without waiting."""
+    _asm("cp.async.cg.shared.global [$0], [$1], 16;", "", [_v(to, loc, ip), _v(addr, loc, ip)], "r,l", True, loc, ip)
+
+
+@dsl_user_op
+def cp_async_16_zfill(to, addr, size, *, loc=None, ip=None) -> None:
+    """As cp_async_16, but only the first `size` (0 or 16) bytes are read, the rest are zeros."""
+    values = [_v(to, loc, ip), _v(addr, loc, ip), _v(size, loc, ip)]
+    _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", "", values, "r,l,r", True, loc, ip)
+
+
+@dsl_user_op
+def cp_async_commit(*, loc=None, ip=None) -> None:
+    _asm("cp.async.commit_group;", "", [], "", True, loc, ip)
+
+
+@dsl_user_op
+def cp_async_wait(pending: int, *, loc=None, ip=None) -> None:
+    """Wait until at most `pending` of this thread's groups are under way."""
+    _asm(f"cp.async.wait_group {pending};", "", [], "", True, loc, ip)
 
 
 # ---- shared memory (32-bit addresses) --------------------------------------------------------------------------------------------------
@@ -164,11 +187,16 @@ def ld_shared_f4(addr, *, loc=None, ip=None) -> list[Float32]:
 
 
 @dsl_user_op
+def ld_shared_4(addr, *, loc=None, ip=None) -> list[Int32]:
+    return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", [_v(addr, loc, ip)], "r", True, loc, ip)
+
+
+@dsl_user_op
 def ld_shared_f2(addr, *, loc=None, ip=None) -> list[Float32]:
     return _asm("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", [_v(addr, loc, ip)], "r", True, loc, ip)
 
 
-# ---- arithmetic ------------------------------------------------------------------------------------------------------------------------
+# ---- arithmetic --------------------------------------------------------------------------------------------------
 @dsl_user_op
 def mma_16816(acc, a, b, bf16: bool, *, loc=None, ip=None) -> list[Float32]:
     """acc[4] + A[16, 16] (4 words) x B[16, 8] (2 words), one warp, fp32 accumulators.
