@@ -12,7 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 NEG_INF = float("-inf")
-LOWEST = -3.4028234663852886e38  # below every finite logit; exp2(-inf - LOWEST) is 0, so masked rows need no special case
+LOWEST = (
+    -3.4028234663852886e38
+)  # below every finite logit; exp2(-inf - LOWEST) is 0, so masked rows need no special case
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
@@ -35,7 +37,9 @@ def load_global_u32(address: Int64) -> Int32:
 
 
 def load_global_f32(address: Int64) -> Float32:
-    return cute.arch.inline_ptx("ld.global.nc.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+    return cute.arch.inline_ptx(
+        "ld.global.nc.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+    )
 
 
 def load_global_v2(address: Int64):
@@ -44,20 +48,12 @@ def load_global_v2(address: Int64):
     )
 
 
-def store_global_v4(address: Int64, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
-    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, a, b, c, d])
+def store_global_v2(address: Int64, offset: int, a: Int32, b: Int32) -> None:
+    cute.arch.inline_ptx(f"st.global.v2.b32 [{{$r0}}+{offset}], {{{{$r1}}, {{$r2}}}};", read_only_args=[address, a, b])
 
 
 def store_global_f32(address: Int64, value: Float32) -> None:
     cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def load_shared_v4(address: Int32, offset: int):
-    return cute.arch.inline_ptx(
-        f"ld.shared.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{offset}];",
-        write_only_types=[Int32, Int32, Int32, Int32],
-        read_only_args=[address],
-    )
 
 
 def load_shared_v2(address: Int32, offset: int):

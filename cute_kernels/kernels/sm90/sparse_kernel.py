@@ -47,7 +47,7 @@ PRODUCER_REGISTERS = 72
 LAZY_THRESHOLD = 6.0  # log2 units: P reaches at most 2**6, far inside bf16
 
 # named barriers (0 is left to the compiler)
-BAR_MAX_A, BAR_MAX_B, BAR_P_A, BAR_P_B, BAR_FINAL = 1, 2, 3, 4, 5
+BAR_QK, BAR_A, BAR_B, BAR_RS, BAR_FINAL = 1, 2, 3, 4, 5
 
 # mbarrier slots, 8 bytes each
 K_FULL, K_EMPTY, INFO_FULL, INFO_EMPTY, Q_FULL, Q_EMPTY, N_BARRIERS = 0, 4, 8, 10, 12, 13, 14
@@ -69,6 +69,14 @@ class SparsePrefillSm90:
     small_groups: head_group_size < 16, so that the two accumulator rows of a thread belong to different groups.
     general_scale: sm_scale may be zero or negative; otherwise the maximum is taken before scaling.
     """
+
+    ORDER_QK = True  # Q K_b^T starts when Q K_a^T has been issued, so that the two softmaxes never coincide
+    QK_TAIL = 0
+    ORDER_RS = False
+    RS_TAIL = 0
+    EARLY_PV = True
+    EARLY_WAIT = False
+    DEFER = True  # warpgroup 0 starts the next Q K_a^T before P_b V_b has ended
 
     def __init__(
         self,
@@ -141,7 +149,11 @@ class SparsePrefillSm90:
         k_ptr = smem.allocate_array(BFloat16, 2 * self.tiles * 4096, byte_alignment=1024)
         pb_ptr = smem.allocate_array(BFloat16, 4096, byte_alignment=1024)
         # P_a: its own tile at d_qk 512, the last column tile of K_a at 576
-        pa_ptr = smem.allocate_array(BFloat16, 4096, byte_alignment=1024) if const_expr(self.d_qk == 512) else k_ptr + 8 * 4096
+        pa_ptr = (
+            smem.allocate_array(BFloat16, 4096, byte_alignment=1024)
+            if const_expr(self.d_qk == 512)
+            else k_ptr + 8 * 4096
+        )
         info = smem.allocate_array(Int32, 2 * INFO_STAGE // 4, byte_alignment=16).toint()
         exchange = smem.allocate_array(Float32, 6 * 64, byte_alignment=16).toint()
         bars = smem.allocate_array(Int64, N_BARRIERS, byte_alignment=8)
@@ -168,18 +180,59 @@ class SparsePrefillSm90:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if group == 0:
                 self.consumer(
-                    0, mQ, mOut, mMax, mLse, mSink, sm_scale, group_shift, items, halves, q_ptr, k_ptr, pa_ptr, pb_ptr, info,
-                    exchange, bars,
-                )  # fmt: skip
+                    0,
+                    mQ,
+                    mOut,
+                    mMax,
+                    mLse,
+                    mSink,
+                    sm_scale,
+                    group_shift,
+                    items,
+                    halves,
+                    q_ptr,
+                    k_ptr,
+                    pa_ptr,
+                    pb_ptr,
+                    info,
+                    exchange,
+                    bars,
+                )
             else:
                 self.consumer(
-                    1, mQ, mOut, mMax, mLse, mSink, sm_scale, group_shift, items, halves, q_ptr, k_ptr, pa_ptr, pb_ptr, info,
-                    exchange, bars,
-                )  # fmt: skip
+                    1,
+                    mQ,
+                    mOut,
+                    mMax,
+                    mLse,
+                    mSink,
+                    sm_scale,
+                    group_shift,
+                    items,
+                    halves,
+                    q_ptr,
+                    k_ptr,
+                    pa_ptr,
+                    pb_ptr,
+                    info,
+                    exchange,
+                    bars,
+                )
 
     # ==================================================================================================== producer
     @cute.jit
-    def load_raw(self, raw: cute.Tensor, at: cutlass.Constexpr[int], block, n_blocks, length, idx_row, mask_row, lane, lane_has_group):
+    def load_raw(
+        self,
+        raw: cute.Tensor,
+        at: cutlass.Constexpr[int],
+        block,
+        n_blocks,
+        length,
+        idx_row,
+        mask_row,
+        lane,
+        lane_has_group,
+    ):
         """Issue the loads of one block: this lane's indices lane and lane + 32, and lane g's mask words of group g."""
         pos = block * BLOCK + lane
         raw[at] = Int32(-1)
@@ -198,9 +251,20 @@ class SparsePrefillSm90:
 
     @cute.jit
     def next_block(
-        self, raw: cute.Tensor, out: cute.Tensor, rows: cute.Tensor, cursor, n_blocks, length, s_kv, idx_row, mask_row, lane,
-        lane_has_group, sub,
-    ):  # fmt: skip
+        self,
+        raw: cute.Tensor,
+        out: cute.Tensor,
+        rows: cute.Tensor,
+        cursor,
+        n_blocks,
+        length,
+        s_kv,
+        idx_row,
+        mask_row,
+        lane,
+        lane_has_group,
+        sub,
+    ):
         """Find the next block with a counted key.
 
         raw: the indices of blocks cursor and cursor + 1, already loading. Writes out = (found, words of this lane's group lo, hi,
@@ -247,7 +311,16 @@ class SparsePrefillSm90:
         return cursor
 
     @cute.jit
-    def gather(self, dst: Int32, base: cutlass.Constexpr[int], first: cutlass.Constexpr[int], last: cutlass.Constexpr[int], src: cute.Tensor, sizes: cute.Tensor, policy):
+    def gather(
+        self,
+        dst: Int32,
+        base: cutlass.Constexpr[int],
+        first: cutlass.Constexpr[int],
+        last: cutlass.Constexpr[int],
+        src: cute.Tensor,
+        sizes: cute.Tensor,
+        policy,
+    ):
         """This thread's 16-byte chunk of column tiles first..last-1 of its four rows."""
         for t in cutlass.range_constexpr(first, last):
             for i in cutlass.range_constexpr(4):
@@ -331,10 +404,32 @@ class SparsePrefillSm90:
             more = Int32(1)
             while more != 0:
                 cursor = self.next_block(
-                    raw, next_a, next_rows_a, cursor, n_blocks, length, s_kv, idx_row, mask_row, lane, lane_has_group, sub
+                    raw,
+                    next_a,
+                    next_rows_a,
+                    cursor,
+                    n_blocks,
+                    length,
+                    s_kv,
+                    idx_row,
+                    mask_row,
+                    lane,
+                    lane_has_group,
+                    sub,
                 )
                 cursor = self.next_block(
-                    raw, next_b, next_rows_b, cursor, n_blocks, length, s_kv, idx_row, mask_row, lane, lane_has_group, sub
+                    raw,
+                    next_b,
+                    next_rows_b,
+                    cursor,
+                    n_blocks,
+                    length,
+                    s_kv,
+                    idx_row,
+                    mask_row,
+                    lane,
+                    lane_has_group,
+                    sub,
                 )
                 more = next_a[0]
                 has_b = out_b[0]
@@ -365,13 +460,13 @@ class SparsePrefillSm90:
                 cute.arch.mbarrier_wait(bars + K_EMPTY + 0, phase ^ 1)
                 self.gather(k_dst, 0, 0, LEFT_TILES, src_a, size_a, policy)
                 cute.arch.cp_async_mbarrier_arrive_noinc(bars + K_FULL + 0)
+                cute.arch.mbarrier_wait(bars + K_EMPTY + 1, phase ^ 1)
+                self.gather(k_dst, 0, LEFT_TILES, self.tiles, src_a, size_a, policy)
+                cute.arch.cp_async_mbarrier_arrive_noinc(bars + K_FULL + 1)
                 cute.arch.mbarrier_wait(bars + K_EMPTY + 3, phase ^ 1)
                 if has_b != 0:
                     self.gather(k_dst, self.k_bytes, LEFT_TILES, self.tiles, src_b, size_b, policy)
                 cute.arch.cp_async_mbarrier_arrive_noinc(bars + K_FULL + 3)
-                cute.arch.mbarrier_wait(bars + K_EMPTY + 1, phase ^ 1)
-                self.gather(k_dst, 0, LEFT_TILES, self.tiles, src_a, size_a, policy)
-                cute.arch.cp_async_mbarrier_arrive_noinc(bars + K_FULL + 1)
                 cute.arch.mbarrier_wait(bars + K_EMPTY + 2, phase ^ 1)
                 if has_b != 0:
                     self.gather(k_dst, self.k_bytes, 0, LEFT_TILES, src_b, size_b, policy)
@@ -387,7 +482,16 @@ class SparsePrefillSm90:
 
     # ==================================================================================================== consumers
     @cute.jit
-    def gemm(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, first: cutlass.Constexpr[int], last: cutlass.Constexpr[int], clear: cutlass.Constexpr[bool]):
+    def gemm(
+        self,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        first: cutlass.Constexpr[int],
+        last: cutlass.Constexpr[int],
+        clear: cutlass.Constexpr[bool],
+    ):
         """Issue the k-steps first..last-1 (16 columns each); the caller fences, commits and waits."""
         atom = cute.make_mma_atom(tiled_mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not clear)
@@ -415,33 +519,56 @@ class SparsePrefillSm90:
         words = cute.recast_tensor(p, Int32)
         for k in cutlass.range_constexpr(4):
             dev.stmatrix_x4(
-                address + (((2 * k + half) ^ swizzle) << 4), words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]
+                address + (((2 * k + half) ^ swizzle) << 4),
+                words[4 * k],
+                words[4 * k + 1],
+                words[4 * k + 2],
+                words[4 * k + 3],
             )
 
     @cute.jit
-    def exponentials(self, scores: cute.Tensor, p: cute.Tensor, m: cute.Tensor, sums: cute.Tensor, scale: Float32):
-        """p = bf16(2**(scores * scale - m)), sums[r] += the unrounded terms."""
-        s0 = Float32(0.0)
-        s1 = Float32(0.0)
+    def exponentials(self, scores: cute.Tensor, p: cute.Tensor, m: cute.Tensor, scale: Float32):
+        """scores = 2**(scores * scale - m), p = its bf16 rounding."""
         for i in cutlass.range_constexpr(32):
-            r = (i // 2) % 2
-            if const_expr(self.general_scale):
-                scores[i] = dev.exp2(scores[i] - m[r])
-            else:
-                scores[i] = dev.exp2(scores[i] * scale - m[r])
-            if const_expr(r == 0):
-                s0 = s0 + scores[i]
-            else:
-                s1 = s1 + scores[i]
-        sums[0] = sums[0] + s0
-        sums[1] = sums[1] + s1
+            x = scores[i] if const_expr(self.general_scale) else scores[i] * scale
+            scores[i] = dev.exp2(x - m[(i // 2) % 2])
         p.store(scores.load().to(BFloat16))
 
     @cute.jit
+    def add_sums(self, scores: cute.Tensor, sums: cute.Tensor):
+        """sums[r] += the unrounded terms of row r."""
+        s0 = scores[0]
+        s1 = scores[2]
+        for i in cutlass.range_constexpr(1, 32):
+            if const_expr(i != 2):
+                if const_expr((i // 2) % 2 == 0):
+                    s0 = s0 + scores[i]
+                else:
+                    s1 = s1 + scores[i]
+        sums[0] = sums[0] + s0
+        sums[1] = sums[1] + s1
+
+    @cute.jit
     def consumer(
-        self, right: cutlass.Constexpr[int], mQ, mOut, mMax, mLse, mSink, sm_scale, group_shift, items, halves, q_ptr, k_ptr, pa_ptr,
-        pb_ptr, info, exchange, bars,
-    ):  # fmt: skip
+        self,
+        right: cutlass.Constexpr[int],
+        mQ,
+        mOut,
+        mMax,
+        mLse,
+        mSink,
+        sm_scale,
+        group_shift,
+        items,
+        halves,
+        q_ptr,
+        k_ptr,
+        pa_ptr,
+        pb_ptr,
+        info,
+        exchange,
+        bars,
+    ):
         """Warpgroup 0 (right = 0) owns block a and output columns 0..255, warpgroup 1 (right = 1) block b and columns 256..511."""
         tidx = cute.arch.thread_idx()[0] - 128 * right
         lane = tidx % 32
@@ -488,7 +615,6 @@ class SparsePrefillSm90:
         st_swizzle = lane & 7
         st_half = lane // 16
         p_own = (pb_ptr if const_expr(right == 1) else pa_ptr).toint() + st_row * 128
-        stage_base = k_ptr.toint() + self.k_bytes + right * LEFT_TILES * TILE_BYTES  # this warpgroup's half of K_b
         ex_row = exchange + row * 4
         group0 = Int32(0)
         group1 = Int32(0)
@@ -515,45 +641,135 @@ class SparsePrefillSm90:
                 sums[r] = Float32(0.0)
             cute.arch.mbarrier_wait(bars + Q_FULL, q_phase)
             q_phase = q_phase ^ 1
-            last = Int32(0)
-            while last == 0:
-                phase = it & 1
-                stage = it & 1
-                cute.arch.mbarrier_wait(bars + INFO_FULL + stage, (it >> 1) & 1)
-                here = info + stage * INFO_STAGE
-                flags = dev.load_shared_u32(here, INFO_FLAGS)
-                w0, w1 = dev.load_shared_v2(here + group0, INFO_BLOCK * right)
-                words[0] = Uint32(w0) >> (2 * quad)
-                words[1] = Uint32(w1) >> (2 * quad)
-                if const_expr(self.word_pairs == 2):
-                    w2, w3 = dev.load_shared_v2(here + group1, INFO_BLOCK * right)
-                    words[2] = Uint32(w2) >> (2 * quad)
-                    words[3] = Uint32(w3) >> (2 * quad)
-                cute.arch.sync_warp()
+            if const_expr(right == 0):
+                flags = self.read_info(right, it, info, group0, group1, lane, quad, bars, words)
+                self.left_scores(False, it & 1, flags & FLAG_LAST, lane, bars, qk, frag_q, frag_k, scores)
+                while (flags & FLAG_LAST) == 0:
+                    self.left_own(
+                        lane,
+                        quad,
+                        bars,
+                        scale,
+                        pv_rs,
+                        frag_v_own,
+                        scores,
+                        acc,
+                        p,
+                        words,
+                        m,
+                        top,
+                        sums,
+                        ex_row,
+                        p_own,
+                        st_swizzle,
+                        st_half,
+                    )
+                    self.left_other(pv_ss, frag_p_other, frag_v_other, acc, m, sums, ex_row)
+                    if const_expr(not self.DEFER):
+                        warpgroup.wait_group(0)
+                        if lane == 0:
+                            cute.arch.mbarrier_arrive(bars + K_EMPTY + 2)
+                    it = it + 1
+                    flags = self.read_info(right, it, info, group0, group1, lane, quad, bars, words)
+                    self.left_scores(True, it & 1, flags & FLAG_LAST, lane, bars, qk, frag_q, frag_k, scores)
+                self.left_own(
+                    lane,
+                    quad,
+                    bars,
+                    scale,
+                    pv_rs,
+                    frag_v_own,
+                    scores,
+                    acc,
+                    p,
+                    words,
+                    m,
+                    top,
+                    sums,
+                    ex_row,
+                    p_own,
+                    st_swizzle,
+                    st_half,
+                )
+                if (flags & FLAG_HAS_B) != 0:
+                    self.left_other(pv_ss, frag_p_other, frag_v_other, acc, m, sums, ex_row)
+                    warpgroup.wait_group(0)
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(bars + INFO_EMPTY + stage)
-                last = flags & FLAG_LAST
-                has_b = flags & FLAG_HAS_B
-
-                if const_expr(right == 0):
-                    self.left_iteration(
-                        phase, last, has_b, lane, quad, bars, scale, qk, pv_rs, pv_ss, frag_q, frag_k, frag_v_own, frag_v_other,
-                        frag_p_other, scores, acc, p, words, m, top, sums, ex_row, p_own, st_swizzle, st_half,
-                    )  # fmt: skip
-                else:
-                    self.right_iteration(
-                        phase, last, has_b, lane, quad, bars, scale, qk, pv_rs, pv_ss, frag_q, frag_k, frag_v_own, frag_v_other,
-                        frag_p_other, scores, acc, p, words, m, top, sums, ex_row, p_own, st_swizzle, st_half,
-                    )  # fmt: skip
+                    cute.arch.mbarrier_arrive(bars + K_EMPTY + 2)
                 it = it + 1
-
+            else:
+                last = Int32(0)
+                while last == 0:
+                    flags = self.read_info(right, it, info, group0, group1, lane, quad, bars, words)
+                    last = flags & FLAG_LAST
+                    self.right_iteration(
+                        it & 1,
+                        last,
+                        flags & FLAG_HAS_B,
+                        lane,
+                        quad,
+                        bars,
+                        scale,
+                        qk,
+                        pv_rs,
+                        pv_ss,
+                        frag_q,
+                        frag_k,
+                        frag_v_own,
+                        frag_v_other,
+                        frag_p_other,
+                        scores,
+                        acc,
+                        p,
+                        words,
+                        m,
+                        top,
+                        sums,
+                        ex_row,
+                        p_own,
+                        st_swizzle,
+                        st_half,
+                    )
+                    it = it + 1
             self.epilogue(
-                right, token, first_head, h_q, lane, quad, warp, row, mOut, mMax, mLse, mSink, acc, m, top, sums, ex_row, stage_base,
-                st_row, st_swizzle, st_half,
-            )  # fmt: skip
-            if lane == 0:
-                cute.arch.mbarrier_arrive(bars + K_EMPTY + 2 + right)
+                right,
+                token,
+                first_head,
+                h_q,
+                lane,
+                quad,
+                warp,
+                row,
+                mOut,
+                mMax,
+                mLse,
+                mSink,
+                acc,
+                m,
+                top,
+                sums,
+                ex_row,
+            )
             item = item + cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def read_info(self, right: cutlass.Constexpr[int], it, info, group0, group1, lane, quad, bars, words: cute.Tensor):
+        """This iteration's flags; words = the key masks of this thread's rows, shifted for `apply_mask`."""
+        stage = it & 1
+        cute.arch.mbarrier_wait(bars + INFO_FULL + stage, (it >> 1) & 1)
+        here = info + stage * INFO_STAGE
+        flags = dev.load_shared_u32(here, INFO_FLAGS)
+        w0, w1 = dev.load_shared_v2(here + group0, INFO_BLOCK * right)
+        words[0] = Uint32(w0) >> (2 * quad)
+        words[1] = Uint32(w1) >> (2 * quad)
+        if const_expr(self.word_pairs == 2):
+            w2, w3 = dev.load_shared_v2(here + group1, INFO_BLOCK * right)
+            words[2] = Uint32(w2) >> (2 * quad)
+            words[3] = Uint32(w3) >> (2 * quad)
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(bars + INFO_EMPTY + stage)
+        return flags
 
     @cute.jit
     def row_max(self, scores: cute.Tensor, words: cute.Tensor, top: cute.Tensor, current: cute.Tensor, scale: Float32):
@@ -574,154 +790,228 @@ class SparsePrefillSm90:
             top[r] = cute.arch.fmax(top[r], x)
 
     @cute.jit
-    def left_iteration(
-        self, phase, last, has_b, lane, quad, bars, scale, qk, pv_rs, pv_ss, frag_q, frag_k, frag_v_own, frag_v_other, frag_p_other,
-        scores, acc, p, words, m, top, sums, ex_row, p_own, st_swizzle, st_half,
-    ):  # fmt: skip
-        # ---- S_a
+    def move_reference(self, acc: cute.Tensor, m: cute.Tensor, sums: cute.Tensor, new: cute.Tensor):
+        """Set the rows' reference maximum to new; rescale the sums and, if any row of the warp moved, the accumulator."""
+        f0 = dev.exp2(m[0] - new[0])
+        f1 = dev.exp2(m[1] - new[1])
+        if cute.arch.vote_any_sync(m[0] != new[0] or m[1] != new[1]):
+            sums[0] = sums[0] * f0
+            sums[1] = sums[1] * f1
+            self.rescale(acc, f0, f1)
+        m[0] = new[0]
+        m[1] = new[1]
+
+    @cute.jit
+    def left_scores(self, pending: cutlass.Constexpr[bool], phase, last, lane, bars, qk, frag_q, frag_k, scores):
+        """S_a. pending: the previous iteration's P_b V_b is still in flight; it ends under the first half of this product."""
         self.tiles_ready(bars, 0, phase)
         warpgroup.fence()
         self.gemm(qk, scores, frag_q, frag_k, 0, 16, True)
+        if const_expr(pending and self.DEFER):
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars + K_EMPTY + 2)
         self.tiles_ready(bars, 1, phase)
-        self.gemm(qk, scores, frag_q, frag_k, 16, self.d_qk // 16, False)
+        steps = self.d_qk // 16
+        self.gemm(qk, scores, frag_q, frag_k, 16, steps - self.QK_TAIL, False)
+        if const_expr(self.ORDER_QK):
+            cute.arch.barrier_arrive(barrier_id=BAR_QK, number_of_threads=256)
+        self.gemm(qk, scores, frag_q, frag_k, steps - self.QK_TAIL, steps, False)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         if last != 0 and lane == 0:
             cute.arch.mbarrier_arrive(bars + Q_EMPTY)
-        # ---- m_a
-        current = cute.make_rmem_tensor(2, Float32)
-        factor = cute.make_rmem_tensor(2, Float32)
-        self.row_max(scores, words, top, current, scale)
-        moved = Boolean(False)
+
+    @cute.jit
+    def left_own(
+        self,
+        lane,
+        quad,
+        bars,
+        scale,
+        pv_rs,
+        frag_v_own,
+        scores,
+        acc,
+        p,
+        words,
+        m,
+        top,
+        sums,
+        ex_row,
+        p_own,
+        st_swizzle,
+        st_half,
+    ):
+        """m_a and P_a, published; O_left += P_a V_a."""
+        new = cute.make_rmem_tensor(2, Float32)
+        self.row_max(scores, words, top, new, scale)
         for r in cutlass.range_constexpr(2):
-            move = current[r] - m[r] > LAZY_THRESHOLD
-            new = current[r] if move else m[r]
-            factor[r] = dev.exp2(m[r] - new)
-            m[r] = new
-            moved = moved or move
+            new[r] = new[r] if new[r] - m[r] > LAZY_THRESHOLD else m[r]
+        self.move_reference(acc, m, sums, new)
+        self.exponentials(scores, p, m, scale)
+        self.store_p(p, p_own, st_swizzle, st_half)
         if quad == 0:
             dev.store_shared_f32(ex_row, EX_MAX_A, m[0])
             dev.store_shared_f32(ex_row, EX_MAX_A + 32, m[1])
-        cute.arch.barrier_arrive(barrier_id=BAR_MAX_A, number_of_threads=256)
-        if cute.arch.vote_any_sync(moved):
-            sums[0] = sums[0] * factor[0]
-            sums[1] = sums[1] * factor[1]
-            self.rescale(acc, factor[0], factor[1])
-        self.exponentials(scores, p, m, sums, scale)
-        # ---- O_left += P_a V_a
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=BAR_A, number_of_threads=256)
+        if const_expr(self.ORDER_RS):
+            cute.arch.barrier(barrier_id=BAR_RS, number_of_threads=256)
         warpgroup.fence()
         self.gemm(pv_rs, acc, p, frag_v_own, 0, 4, False)
         warpgroup.commit_group()
+        self.add_sums(scores, sums)
         warpgroup.wait_group(0)
         if lane == 0:
             cute.arch.mbarrier_arrive(bars + K_EMPTY + 0)
-        # ---- m_b, and P_a for the other warpgroup
-        if has_b != 0:
-            cute.arch.barrier(barrier_id=BAR_MAX_B, number_of_threads=256)
-            moved_b = Boolean(False)
-            for r in cutlass.range_constexpr(2):
-                new = dev.load_shared_f32(ex_row, EX_MAX_B + 32 * r)
-                factor[r] = dev.exp2(m[r] - new)
-                moved_b = moved_b or new != m[r]
-                m[r] = new
-            if cute.arch.vote_any_sync(moved_b):
-                sums[0] = sums[0] * factor[0]
-                sums[1] = sums[1] * factor[1]
-                self.rescale(acc, factor[0], factor[1])
-                for i in cutlass.range_constexpr(32):
-                    f = factor[0] if const_expr((i // 2) % 2 == 0) else factor[1]
-                    p[i] = (Float32(p[i]) * f).to(BFloat16)
-        self.store_p(p, p_own, st_swizzle, st_half)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier_arrive(barrier_id=BAR_P_A, number_of_threads=256)
-        # ---- O_left += P_b V_b
-        if has_b != 0:
-            cute.arch.barrier(barrier_id=BAR_P_B, number_of_threads=256)
-            warpgroup.fence()
-            self.gemm(pv_ss, acc, frag_p_other, frag_v_other, 0, 4, False)
-            warpgroup.commit_group()
-            warpgroup.wait_group(0)
-        # the last iteration's halves of K_b stage the output and are released after it
-        if last == 0 and lane == 0:
-            cute.arch.mbarrier_arrive(bars + K_EMPTY + 2)
+
+    @cute.jit
+    def left_other(self, pv_ss, frag_p_other, frag_v_other, acc, m, sums, ex_row):
+        """Issue O_left += P_b V_b; the caller waits."""
+        new = cute.make_rmem_tensor(2, Float32)
+        cute.arch.barrier(barrier_id=BAR_B, number_of_threads=256)
+        new[0] = dev.load_shared_f32(ex_row, EX_MAX_B)
+        new[1] = dev.load_shared_f32(ex_row, EX_MAX_B + 32)
+        self.move_reference(acc, m, sums, new)
+        warpgroup.fence()
+        self.gemm(pv_ss, acc, frag_p_other, frag_v_other, 0, 4, False)
+        warpgroup.commit_group()
 
     @cute.jit
     def right_iteration(
-        self, phase, last, has_b, lane, quad, bars, scale, qk, pv_rs, pv_ss, frag_q, frag_k, frag_v_own, frag_v_other, frag_p_other,
-        scores, acc, p, words, m, top, sums, ex_row, p_own, st_swizzle, st_half,
-    ):  # fmt: skip
-        current = cute.make_rmem_tensor(2, Float32)
-        factor = cute.make_rmem_tensor(2, Float32)
+        self,
+        phase,
+        last,
+        has_b,
+        lane,
+        quad,
+        bars,
+        scale,
+        qk,
+        pv_rs,
+        pv_ss,
+        frag_q,
+        frag_k,
+        frag_v_own,
+        frag_v_other,
+        frag_p_other,
+        scores,
+        acc,
+        p,
+        words,
+        m,
+        top,
+        sums,
+        ex_row,
+        p_own,
+        st_swizzle,
+        st_half,
+    ):
+        new = cute.make_rmem_tensor(2, Float32)
+        shared = cute.make_rmem_tensor(2, Float32)
+        # ---- S_b, right column tiles first: they arrive first
+        self.tiles_ready(bars, 3, phase)
+        if const_expr(self.ORDER_QK):
+            cute.arch.barrier(barrier_id=BAR_QK, number_of_threads=256)
         if has_b != 0:
-            # ---- S_b, right column tiles first: they arrive first
-            self.tiles_ready(bars, 3, phase)
             warpgroup.fence()
             self.gemm(qk, scores, frag_q, frag_k, 16, self.d_qk // 16, True)
             self.tiles_ready(bars, 2, phase)
-            self.gemm(qk, scores, frag_q, frag_k, 0, 16, False)
+            self.gemm(qk, scores, frag_q, frag_k, 0, 16 - self.RS_TAIL, False)
+            if const_expr(self.ORDER_RS):
+                cute.arch.barrier_arrive(barrier_id=BAR_RS, number_of_threads=256)
+            self.gemm(qk, scores, frag_q, frag_k, 16 - self.RS_TAIL, 16, False)
             warpgroup.commit_group()
-            warpgroup.wait_group(0)
+            # ---- O_right += P_a V_a, while the softmax of S_b runs
+            if const_expr(self.EARLY_PV):
+                cute.arch.barrier(barrier_id=BAR_A, number_of_threads=256)
+                shared[0] = dev.load_shared_f32(ex_row, EX_MAX_A)
+                shared[1] = dev.load_shared_f32(ex_row, EX_MAX_A + 32)
+                if const_expr(self.EARLY_WAIT):
+                    warpgroup.wait_group(0)
+                self.move_reference(acc, m, sums, shared)
+                warpgroup.fence()
+                self.gemm(pv_ss, acc, frag_p_other, frag_v_other, 0, 4, False)
+                warpgroup.commit_group()
+                if const_expr(not self.EARLY_WAIT):
+                    warpgroup.wait_group(1)
+            else:
+                warpgroup.wait_group(0)
             if last != 0 and lane == 0:
                 cute.arch.mbarrier_arrive(bars + Q_EMPTY)
-            # ---- m_b
-            self.row_max(scores, words, top, current, scale)
-            cute.arch.barrier(barrier_id=BAR_MAX_A, number_of_threads=256)
-            moved = Boolean(False)
+            # ---- m_b, P_b
+            self.row_max(scores, words, top, new, scale)
+            if const_expr(not self.EARLY_PV):
+                cute.arch.barrier(barrier_id=BAR_A, number_of_threads=256)
+                shared[0] = dev.load_shared_f32(ex_row, EX_MAX_A)
+                shared[1] = dev.load_shared_f32(ex_row, EX_MAX_A + 32)
+                self.move_reference(acc, m, sums, shared)
+                warpgroup.fence()
+                self.gemm(pv_ss, acc, frag_p_other, frag_v_other, 0, 4, False)
+                warpgroup.commit_group()
             for r in cutlass.range_constexpr(2):
-                shared = dev.load_shared_f32(ex_row, EX_MAX_A + 32 * r)
-                new = current[r] if current[r] - shared > LAZY_THRESHOLD else shared
-                factor[r] = dev.exp2(m[r] - new)
-                moved = moved or new != m[r]
-                m[r] = new
-            if quad == 0:
-                dev.store_shared_f32(ex_row, EX_MAX_B, m[0])
-                dev.store_shared_f32(ex_row, EX_MAX_B + 32, m[1])
-            cute.arch.barrier_arrive(barrier_id=BAR_MAX_B, number_of_threads=256)
-            if cute.arch.vote_any_sync(moved):
-                sums[0] = sums[0] * factor[0]
-                sums[1] = sums[1] * factor[1]
-                self.rescale(acc, factor[0], factor[1])
-            self.exponentials(scores, p, m, sums, scale)
+                new[r] = new[r] if new[r] - m[r] > LAZY_THRESHOLD else m[r]
+            self.exponentials(scores, p, new, scale)
             self.store_p(p, p_own, st_swizzle, st_half)
+            if quad == 0:
+                dev.store_shared_f32(ex_row, EX_MAX_B, new[0])
+                dev.store_shared_f32(ex_row, EX_MAX_B + 32, new[1])
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=BAR_P_B, number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=BAR_B, number_of_threads=256)
+            warpgroup.wait_group(0)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars + K_EMPTY + 1)
             # ---- O_right += P_b V_b
+            self.move_reference(acc, m, sums, new)
+            self.add_sums(scores, sums)
             warpgroup.fence()
             self.gemm(pv_rs, acc, p, frag_v_own, 0, 4, False)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars + K_EMPTY + 3)
         else:
-            # nothing was loaded; the waits keep this thread in step with the barriers' phases
-            cute.arch.mbarrier_wait(bars + K_FULL + 3, phase)
-            cute.arch.mbarrier_wait(bars + K_FULL + 2, phase)
-            if last != 0 and lane == 0:
+            cute.arch.mbarrier_wait(bars + K_FULL + 2, phase)  # nothing was loaded; keeps the phases in step
+            if const_expr(self.ORDER_RS):
+                cute.arch.barrier_arrive(barrier_id=BAR_RS, number_of_threads=256)
+            cute.arch.barrier(barrier_id=BAR_A, number_of_threads=256)
+            shared[0] = dev.load_shared_f32(ex_row, EX_MAX_A)
+            shared[1] = dev.load_shared_f32(ex_row, EX_MAX_A + 32)
+            self.move_reference(acc, m, sums, shared)
+            warpgroup.fence()
+            self.gemm(pv_ss, acc, frag_p_other, frag_v_other, 0, 4, False)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(bars + K_EMPTY + 1)
+                cute.arch.mbarrier_arrive(bars + K_EMPTY + 3)
                 cute.arch.mbarrier_arrive(bars + Q_EMPTY)
-            cute.arch.barrier(barrier_id=BAR_MAX_A, number_of_threads=256)
-            for r in cutlass.range_constexpr(2):
-                new = dev.load_shared_f32(ex_row, EX_MAX_A + 32 * r)
-                factor[r] = dev.exp2(m[r] - new)
-                m[r] = new
-            sums[0] = sums[0] * factor[0]
-            sums[1] = sums[1] * factor[1]
-            self.rescale(acc, factor[0], factor[1])
-        if last == 0 and lane == 0:
-            cute.arch.mbarrier_arrive(bars + K_EMPTY + 3)
-        # ---- O_right += P_a V_a
-        cute.arch.barrier(barrier_id=BAR_P_A, number_of_threads=256)
-        warpgroup.fence()
-        self.gemm(pv_ss, acc, frag_p_other, frag_v_other, 0, 4, False)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        if lane == 0:
-            cute.arch.mbarrier_arrive(bars + K_EMPTY + 1)
 
     # ==================================================================================================== epilogue
     @cute.jit
     def epilogue(
-        self, right: cutlass.Constexpr[int], token, first_head, h_q, lane, quad, warp, row, mOut, mMax, mLse, mSink, acc, m, top, sums,
-        ex_row, stage_base, st_row, st_swizzle, st_half,
-    ):  # fmt: skip
-        """Join the two warpgroups' sums, write the statistics, normalise, stage in K_b and store rows of 512 bytes."""
+        self,
+        right: cutlass.Constexpr[int],
+        token,
+        first_head,
+        h_q,
+        lane,
+        quad,
+        warp,
+        row,
+        mOut,
+        mMax,
+        mLse,
+        mSink,
+        acc,
+        m,
+        top,
+        sums,
+        ex_row,
+    ):
+        """Join the two warpgroups' sums, write the statistics, normalise and store this warpgroup's 256 columns."""
         inverse = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             sums[r] = dev.quad_sum(sums[r])
@@ -744,33 +1034,29 @@ class SparsePrefillSm90:
                     lse = cute.math.log(total) + m[r] * dev.LN_2
                     lse = Float32(float("inf")) if total == 0.0 else lse
                     dev.store_global_f32(
-                        mMax.iterator.toint() + (Int64(token) * Int64(mMax.stride[0]) + Int64(head)) * 4, highest * dev.LN_2
+                        mMax.iterator.toint() + (Int64(token) * Int64(mMax.stride[0]) + Int64(head)) * 4,
+                        highest * dev.LN_2,
                     )
-                    dev.store_global_f32(mLse.iterator.toint() + (Int64(token) * Int64(mLse.stride[0]) + Int64(head)) * 4, lse)
+                    dev.store_global_f32(
+                        mLse.iterator.toint() + (Int64(token) * Int64(mLse.stride[0]) + Int64(head)) * 4, lse
+                    )
         self.rescale(acc, inverse[0], inverse[1])
-        base = stage_base + st_row * 128
         packed = cute.make_rmem_tensor(128, BFloat16)
         packed.store(cute.make_tensor(acc.iterator, cute.make_layout(128)).load().to(BFloat16))
         words = cute.recast_tensor(packed, Int32)
-        for k in cutlass.range_constexpr(16):
-            dev.stmatrix_x4(
-                base + (k // 4) * TILE_BYTES + (((2 * (k % 4) + st_half) ^ st_swizzle) << 4),
-                words[4 * k],
-                words[4 * k + 1],
-                words[4 * k + 2],
-                words[4 * k + 3],
-            )
-        cute.arch.sync_warp()
-        # each warp staged its own 16 rows; it stores one 512-byte half row per instruction
+        # lanes t and t^1 swap halves of two neighbouring 8-column groups, so that a quad stores full 32-byte sectors
+        even = quad % 2 == 0
         out = (
             mOut.iterator.toint()
-            + (Int64(token) * Int64(mOut.stride[0]) + Int64(first_head + warp * 16) * Int64(mOut.stride[1])) * 2
-            + Int64(lane * 16 + right * 512)
+            + (Int64(token) * Int64(mOut.stride[0]) + Int64(first_head + row) * Int64(mOut.stride[1])) * 2
+            + Int64(right * 512 + 8 * (quad // 2) + 16 * (quad % 2))
         )
-        row_bytes = Int64(mOut.stride[1]) * 2
-        source = stage_base + (lane // 8) * TILE_BYTES + warp * 2048
-        for i in cutlass.range_constexpr(16):
-            if first_head + warp * 16 + i < h_q:
-                a, b, c, d = dev.load_shared_v4(source + (((lane & 7) ^ (i & 7)) << 4), i * 128)
-                dev.store_global_v4(out + i * row_bytes, a, b, c, d)
-        cute.arch.sync_warp()
+        for r in cutlass.range_constexpr(2):
+            inside = first_head + row + 8 * r < h_q
+            for k in cutlass.range_constexpr(16):
+                low = words[4 * k + r]
+                high = words[4 * k + 2 + r]
+                got = cute.arch.shuffle_sync_bfly(high if even else low, offset=1)
+                if inside:
+                    dev.store_global_v2(out, 32 * k, low if even else got, got if even else high)
+            out = out + 8 * Int64(mOut.stride[1]) * 2

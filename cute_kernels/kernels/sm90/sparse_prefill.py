@@ -65,7 +65,12 @@ def config_of(
 ) -> Config:
     has_mask = head_group_mask is not None
     return Config(
-        q.shape[2], topk_length is not None, attn_sink is not None, has_mask, has_mask and head_group_size < 16, not sm_scale > 0
+        q.shape[2],
+        topk_length is not None,
+        attn_sink is not None,
+        has_mask,
+        has_mask and head_group_size < 16,
+        not sm_scale > 0,
     )
 
 
@@ -133,6 +138,16 @@ def launch(
     config = config_of(q, sm_scale, attn_sink, topk_length, head_group_mask, head_group_size)
     max_ctas = _sm_count(q.device.index or 0) if q.is_cuda else 4
     _compiled(config)(
-        q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, float(sm_scale),
-        head_group_size.bit_length() - 1, max_ctas,
-    )  # fmt: skip
+        q,
+        kv,
+        indices,
+        out,
+        max_logits,
+        lse,
+        attn_sink,
+        topk_length,
+        head_group_mask,
+        float(sm_scale),
+        head_group_size.bit_length() - 1,
+        max_ctas,
+    )
