@@ -41,7 +41,7 @@ class Target:
     arch: str
     num_sms: int
     max_smem: int = MAX_SMEM
-    backend: Any = None
+    backend: Any = field(default=None, repr=False)
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
