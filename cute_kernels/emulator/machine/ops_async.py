@@ -248,7 +248,10 @@ def _cp_arrive(ins: Instr):
             # Completion of the copies of this thread is released: what the thread itself did is too (it issued the arrive).
             clock = w.clock.copy()
             mark = machine.tick_of(w.cta.cluster, ("cp", w.actor))
-            clock[0, mark[0]] = max(clock[0, mark[0]], mark[1])
+            # Default level: copies signalled this way are visible to the async proxy of whoever waits on the barrier.
+            # Published MLA kernels feed UMMA so, with no fence.proxy.async anywhere between.
+            rows = clock[:1] if machine.strict else clock[:2]
+            rows[:, mark[0]] = np.maximum(rows[:, mark[0]], mark[1])
             w.tick()
         earlier = [o for g, _ in w.cp_groups for o in g] + list(w.cp_open)
         addrs = get(w)[m]
@@ -263,7 +266,9 @@ def _cp_arrive(ins: Instr):
                     machine.complete(o)
                 arrive_on(w, bar, n, ins, clock=clock)
 
-            machine.submit(AsyncOp("cp.async.mbarrier.arrive", ins, w, None, effect, (bar,)))
+            # Triggered by all earlier copies of the thread, so the arrives of one thread happen in order.
+            pipe = ("cp-arrive", w.actor, w.cta.cluster.uid)
+            machine.submit(AsyncOp("cp.async.mbarrier.arrive", ins, w, pipe, effect, (bar,)))
 
     return False, arrive
 

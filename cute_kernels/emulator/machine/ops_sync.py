@@ -262,17 +262,23 @@ def _barrier_body(get_id, get_n, get_pred, result, kind, aligned):
     return run
 
 
-def _cluster_barrier(ins: Instr):
-    relaxed = "relaxed" in ins.mods
+def _settle_cluster(cluster) -> None:
+    """Complete generations. A warp that has exited counts as arrived at every generation it did not arrive at."""
+    bar = cluster.barrier
+    while True:
+        missing = sum(int(x.lanes.sum()) for x in cluster.warps if x.exited and x.cluster_arrivals <= bar.generation)
+        expected = cluster.threads - missing
+        if expected <= 0 or bar.arrived < expected:
+            return
+        bar.arrived -= expected
+        bar.generation += 1
+        bar.done, bar.clock = bar.clock, None
+        cluster.machine.events += 1
 
-    def settle(cluster):
-        bar = cluster.barrier
-        expected = sum(x.nlive for x in cluster.warps)
-        if bar.arrived >= expected and expected:
-            bar.arrived = 0
-            bar.generation += 1
-            bar.done, bar.clock = bar.clock, None
-            cluster.machine.events += 1
+
+def _cluster_barrier(ins: Instr):
+    """barrier.cluster. Arriving twice before waiting is undefined by the ISA, yet published kernels do it and run: arrivals
+    are counted as hardware counts them, and the n-th wait of a warp waits for the n-th generation."""
 
     def arrive(w, m, ins):
         cluster = w.cta.cluster
@@ -283,39 +289,43 @@ def _cluster_barrier(ins: Instr):
             # An init fence followed by a relaxed arrive publishes the barrier objects: NVIDIA's kernels rely on it.
             bar.clock = w.clock.copy() if bar.clock is None else np.maximum(bar.clock, w.clock)
             w.tick()
-        if w.cache.get("cluster-arrived"):
-            w.machine.report("cluster-barrier", w, ins, "arrives twice without a wait")
-        w.cache["cluster-arrived"] = ("at", bar.generation)
-        bar.arrived += int(m.sum())
+        lanes = int(m.sum())
+        w.cluster_lanes += lanes
+        if w.cluster_lanes >= w.nlive:
+            w.cluster_lanes = 0
+            w.cluster_arrivals += 1
+            if w.cluster_arrivals > w.cluster_waits + 1:
+                w.machine.report("cluster-barrier", w, ins, "arrives twice without a wait", default=False)
+        bar.arrived += lanes
         w.machine.events += 1
-        settle(cluster)
+        _settle_cluster(cluster)
 
     def wait(w, s, m, ins):
         cluster = w.cta.cluster
         bar = cluster.barrier
-        state = w.cache.get("cluster-arrived")
-        if bar is None or state is None:
+        if bar is None or (w.cluster_waits >= w.cluster_arrivals and not w.cluster_lanes):
             w.machine.fatal("cluster-barrier", w, ins, "waits without an arrive")
-        settle(cluster)
-        if bar.generation == state[1]:
+        _settle_cluster(cluster)
+        want = w.cluster_waits + 1
+        if bar.generation < want:
 
             def ready():
-                settle(cluster)
-                return bar.generation != state[1]
+                _settle_cluster(cluster)
+                return bar.generation >= want
 
-            return Wait(
-                ready,
-                lambda: f"cluster barrier: {bar.arrived} of {sum(x.nlive for x in cluster.warps)} threads arrived",
-                ins.line,
-            )
-        if s.full or mask_bits(m) == s.bits:
-            w.cache["cluster-arrived"] = None
+            return Wait(ready, lambda: f"cluster barrier: {bar.arrived} of {cluster.threads} threads arrived", ins.line)
+        if s.full or mask_bits(m) == w.live_bits:
+            w.cluster_waits += 1
+        else:  # part of the warp: the wait counts once all its lanes have passed
+            w.cluster_waited += int(m.sum())
+            if w.cluster_waited >= w.nlive:
+                w.cluster_waited = 0
+                w.cluster_waits += 1
         w.waits += 1
         if w.clock is not None and bar.done is not None:
             np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
         return None
 
-    del relaxed
     if "arrive" in ins.mods:
         return False, arrive
     if "wait" in ins.mods:
@@ -380,8 +390,9 @@ def _mb_init(ins: Instr):
 
     def init(w, m, ins):
         a, counts = addr(w), get_n(w)
-        for lane in np.flatnonzero(m).tolist():
-            off, n = int(a[lane]) & 0xFFFFFF, int(counts[lane])
+        # Lanes of one instruction that write the same object alike count once.
+        for where, n in dict.fromkeys(zip(a[m].tolist(), counts[m].tolist())):
+            off = where & 0xFFFFFF
             if off % 8 or off + 8 > w.cta.smem_limit or off < 1024:
                 w.machine.fatal("out-of-bounds-shared", w, ins, f"mbarrier at shared byte {off}")
             if not 1 <= n <= TX_LIMIT:

@@ -79,7 +79,7 @@ class Warp:
         "U", "S", "F", "G", "X", "Y", "D", "E", "LO", "HI", "H", "I", "R", "P", "Q", "cc", "regs", "cta", "machine", "index", "rank",
         "live", "nlive", "live_bits", "leaves", "counts", "masked_counts", "cache", "clock", "actor", "local", "tpipe", "lpipe",
         "cp_open", "cp_groups", "bulk_open", "bulk_groups", "tld", "tst", "maxreg", "role", "syncs", "lanes", "exited", "waits",
-        "wg_open", "wg_groups", "sleep", "rounds", "last_line",
+        "wg_open", "wg_groups", "cluster_arrivals", "cluster_waits", "cluster_lanes", "cluster_waited",
     )  # fmt: skip
 
     def __init__(self, machine, cta: CTA, index: int, nlanes: int) -> None:
@@ -112,9 +112,7 @@ class Warp:
         self.syncs = 0
         self.waits = 0
         self.exited = False
-        self.sleep = 0
-        self.rounds = 0
-        self.last_line = 0
+        self.cluster_arrivals = self.cluster_waits = self.cluster_lanes = self.cluster_waited = 0
         if machine.checking:
             self.clock = np.zeros((4, cta.cluster.nactors), np.int32)
             self.clock[:, self.actor] = 1
@@ -308,6 +306,7 @@ class Cluster:
             self.ctas.append(CTA(machine, self, rank, ctaid, c))
         self.warps = [w for cta in self.ctas for w in cta.warps]
         self.alive = len(self.warps)
+        self.threads = sum(w.nlive for w in self.warps)
 
     def actor_of(self, key) -> int:
         """Actor number of an asynchronous pipe, made on first use; once the table is full, pipes share actors."""
