@@ -266,6 +266,34 @@ def test_negate_scale_disable_saturate(cute_facts):
         assert tm[3, 3].view(np.int32) == want
 
 
+@pytest.mark.parametrize("cg,m", [(1, 128), (2, 256)])
+def test_ashift(cute_facts, cg, m):
+    """The product of A as it is; then row r holds row r+1 within 32 lanes, the last row stays (observed on a B200)."""
+    rng = np.random.default_rng(8)
+    b = [Tile(cute_facts, rng, "bf16", "K_SW128", 64 // cg) for _ in range(cg)]
+    a = [rng.integers(-3, 4, (128, 16)).astype(np.float64) for _ in range(cg)]
+    smems, tmems = [np.zeros(SMEM, np.uint8) for _ in range(cg)], [np.zeros((128, 512), np.uint32) for _ in range(cg)]
+    for cta in range(cg):
+        b[cta].write(smems[cta], 1024)
+        tmems[cta][:, 200:208] = raw_bits("bf16", a[cta]).reshape(128, -1).copy().view(np.uint32)
+    idesc = umma.encode_idesc("f16", m, 64, atype="bf16")
+    plan = umma.plan_mma("f16", cg, idesc, 200, b[0].desc(1024, 0), 0, ashift=True)
+    plan.apply(smems, tmems, False)
+    full_b = np.concatenate([t.values[:, :16] for t in b])
+    for cta in range(cg):
+        assert np.array_equal(tmems[cta][:, :64].view(np.float32), a[cta] @ full_b.T)
+        shifted = a[cta].copy()
+        shifted[:-1] = a[cta][1:]
+        shifted[31::32] = a[cta][31::32]
+        words = raw_bits("bf16", shifted).reshape(128, -1).copy().view(np.uint32)
+        assert np.array_equal(tmems[cta][:, 200:208], words)
+    assert (cg - 1, 96, 31, 200, 8) in plan.tmem_writes
+    for kwargs in (dict(a=umma.encode_smem_desc(1024, 16, 1024, "128B")), dict(idesc=umma.encode_idesc("f16", 64, 64))):
+        with pytest.raises(IllegalOperand, match="ashift"):
+            umma.plan_mma("f16", 1, kwargs.get("idesc", umma.encode_idesc("f16", 128, 64)), kwargs.get("a", 200),
+                          b[0].desc(1024, 0), 0, ashift=True)
+
+
 def test_random_values_accuracy(cute_facts):
     rng = np.random.default_rng(1)
     for fmt in ("bf16", "f16", "e4m3", "tf32"):
@@ -395,13 +423,17 @@ def test_ld_st_round_trip(shape, num, pack, imm):
 
 def test_ldst_illegal():
     for args, match in [
-        (("32x32b", 4, 0, 1), "taddr lane"), (("32x32b", 4, 16 << 16, 0), "taddr lane"),
+        (("32x32b", 4, 64 << 16, 1), "taddr lane"), (("32x32b", 4, 16 << 16, 0), "taddr lane"),
+        (("32x32b", 4, 16 << 16, 2), "taddr lane"), (("32x32b", 4, 32 << 16, 0), "taddr lane"),
         (("32x32b", 3, 0, 0), "num"), (("16x256b", 64, 0, 0), "num"), (("8x8b", 1, 0, 0), "shape"),
         (("32x32b", 32, 500, 0), "column"), (("16x64b", 8, 48 << 16, 0), "taddr lane"),
     ]:
         with pytest.raises(IllegalOperand, match=match):
             tmem.plan_ldst(*args)
     assert tmem.plan_ldst("16x64b", 8, 48 << 16, 5).ranges == [(48, 16, 0, 16)]
+    assert not tmem.plan_ldst("16x64b", 8, 48 << 16, 5).lane_implied
+    implied = tmem.plan_ldst("32x32b", 4, 7, 6)  # quarter 0 from warp 6: its own quarter, and the plan says so
+    assert implied.lane_implied and implied.ranges == [(64, 32, 7, 4)]
 
 
 @pytest.mark.parametrize("name", ["K_INTER", "K_SW32", "K_SW64", "K_SW128"])

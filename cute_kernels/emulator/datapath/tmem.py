@@ -87,11 +87,13 @@ class LdStPlan:
         shape, num, pack: the qualifiers.
         registers: 32-bit registers per thread.
         ranges: [(lane0, lanes, column0, columns)] that the access covers.
+        lane_implied: the address named quarter 0 and the warp's own quarter was taken instead (see `plan_ldst`).
     """
 
-    __slots__ = ("shape", "num", "pack", "registers", "ranges", "_box", "_flat")
+    __slots__ = ("shape", "num", "pack", "registers", "ranges", "lane_implied", "_box", "_flat")
 
-    def __init__(self, shape: str, num: int, pack: bool, lane: int, column: int, imm: int) -> None:
+    def __init__(self, shape: str, num: int, pack: bool, lane: int, column: int, imm: int, implied: bool) -> None:
+        self.lane_implied = implied
         rel_lane, rel_col = ld_map(shape, num, pack, imm)
         self.shape, self.num, self.pack = shape, num, pack
         self.registers = rel_lane.shape[1]
@@ -144,6 +146,10 @@ def plan_ldst(shape: str, num: int, taddr: int, warp_rank: int, *, pack: bool = 
         taddr: tensor-memory address, warp-uniform.
         warp_rank: warp index in the CTA (its value mod 4 selects the lanes it may touch).
 
+    An address in quarter 0 from a warp of another quarter reaches that warp's own quarter. The ISA does not allow it,
+    but NVIDIA's experimental/primitives/tcgen05/1cta_mma_a_from_tmem.py stores A that way from four warps and checks
+    the product; plans say so in `lane_implied`, for a strict checker to report.
+
     Raises:
         IllegalOperand: an unknown shape, lanes of another warp, or columns out of range.
     """
@@ -154,12 +160,16 @@ def plan_ldst(shape: str, num: int, taddr: int, warp_rank: int, *, pack: bool = 
 def _plan_ldst(shape: str, num: int, taddr: int, quarter: int, pack: bool, imm: int) -> LdStPlan:
     ld_map(shape, num, pack, imm)  # legality of shape and num first
     lane, column = taddr >> 16, taddr & 0xFFFF
-    legal = (32 * quarter,) if shape == "32x32b" else (32 * quarter, 32 * quarter + 16)
+    starts = (0,) if shape == "32x32b" else (0, 16)
+    legal = [32 * quarter + start for start in starts]
+    implied = quarter != 0 and lane in starts
+    if implied:
+        lane += 32 * quarter
     if lane not in legal:
         raise IllegalOperand("taddr lane", lane, f"warp {quarter} of its warpgroup may access lanes {32 * quarter}.."
                                                  f"{32 * quarter + 31} and .{shape} must start at lane "
                                                  f"{' or '.join(map(str, legal))} (ISA 9.7.16.8.1)")
-    return LdStPlan(shape, num, pack, lane, column, imm)
+    return LdStPlan(shape, num, pack, lane, column, imm, implied)
 
 
 # ---------------------------------------------------------------------------------------------- cp, shift
@@ -282,8 +292,8 @@ class ShiftPlan:
 
 @lru_cache(maxsize=512)
 def plan_shift(taddr: int) -> ShiftPlan:
-    """Plan of tcgen05.shift.down. The ISA says "downwards, except the last row"; that row i takes row i+1's value is an
-    inference from its use (the last row is then refreshed by tcgen05.cp.4x256b).
+    """Plan of tcgen05.shift.down. The ISA says "downwards, except the last row"; that row i takes row i+1's value is
+    inferred from .ashift, where NVIDIA states it as observed on a B200.
 
     Raises:
         IllegalOperand: lane not a multiple of 32, or columns out of range.

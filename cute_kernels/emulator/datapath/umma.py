@@ -100,15 +100,16 @@ class MmaPlan:
         smem_reads: [(peer, starts int32[n], lengths int32[n])], merged byte ranges that A and B occupy.
         smem_granules: [(peer, int64[m])], the same as sorted 16-byte granule indices.
         tmem_reads: [(peer, lane0, lanes, column0, columns)] of A in tensor memory (D is read too when accumulating).
-        tmem_writes: the same of D, without lanes that disable-output-lane excludes.
+        tmem_writes: the same of D, without lanes that disable-output-lane excludes; with .ashift, of A too.
         cycles: issue interval by the published B200 table's rule, one CTA's or pair's tensor-core clocks.
         flops: 2*M*N*K.
     """
 
     def __init__(self, idesc: InstrDesc, cta_group: int, layout: str, ws: bool, a: Operand | tuple[int, int],
                  b: Operand, blocks: Sequence[tuple[int, int, int, int, int]], d_lane: int, d_col: int,
-                 disable_lanes: int, scale_input_d: int, text: str) -> None:
+                 disable_lanes: int, scale_input_d: int, text: str, ashift: bool) -> None:
         self.idesc = idesc
+        self.ashift = ashift
         self.cta_group = cta_group
         self.layout = layout
         self.ws = ws
@@ -168,6 +169,8 @@ class MmaPlan:
                     elif not live and start is not None:
                         out.append((peer, start, lane - start, self._d_col, count))
                         start = None
+            if self.ashift:
+                out += [(peer, 32 * quarter, 31, self._a[1], 8) for quarter in range(4)]
         return out
 
     def _a_from_tmem(self, tmem: np.ndarray) -> np.ndarray:
@@ -185,6 +188,13 @@ class MmaPlan:
             tmems: uint32[128, 512] tensor memory, likewise.
             accumulate: enable-input-d; False computes D = A*B.
         """
+        self._multiply(smems, tmems, accumulate)
+        if self.ashift:
+            for peer in self.peers:
+                a = tmems[peer].reshape(4, 32, TMEM_COLUMNS)[:, :, self._a[1] : self._a[1] + 8]
+                a[:, :31] = a[:, 1:].copy()
+
+    def _multiply(self, smems: Sequence[np.ndarray], tmems: Sequence[np.ndarray], accumulate: bool) -> None:
         blocks = self._blocks
         b = [self._b.read(smems[peer]) for peer in self.peers]
         from_smem = isinstance(self._a, Operand)
@@ -296,7 +306,7 @@ def _check_swizzle(name: str, swizzle: str, major: str, element_bytes: int) -> N
 
 def plan_mma(
     kind: str, cta_group: int, idesc: int, a: int, b_desc: int, d_tmem: int, *, ws: bool = False,
-    disable_lanes: int = 0, scale_input_d: int = 0, a_is_tmem: bool | None = None,
+    disable_lanes: int = 0, scale_input_d: int = 0, a_is_tmem: bool | None = None, ashift: bool = False,
 ) -> MmaPlan:
     """Plan of one tcgen05.mma or tcgen05.mma.ws. Cached: equal operands give the same object.
 
@@ -311,6 +321,9 @@ def plan_mma(
         disable_lanes: disable-output-lane as one integer, 128 bits per CTA, the even CTA's in the low bits.
         scale_input_d: D is scaled by 2**-this before accumulation (f16 and tf32 kinds, 0..15).
         a_is_tmem: whether `a` is a tensor-memory address; None decides by a < 2**32 (a legal descriptor is larger).
+        ashift: .ashift. The product uses A as it is; then A's rows in tensor memory move down by one within each
+            quarter of 32 lanes, row r taking row r+1 and the last row staying (an NVIDIA example states this as
+            observed on a B200; the ISA text is silent on when).
 
     Raises:
         IllegalOperand: shape, type, layout, alignment or range that the ISA forbids or this emulator lacks.
@@ -318,12 +331,12 @@ def plan_mma(
     if a_is_tmem is None:
         a_is_tmem = a < 1 << 32
     return _plan(kind, int(cta_group), int(idesc), int(a), int(b_desc), int(d_tmem), bool(ws), int(disable_lanes),
-                 int(scale_input_d), bool(a_is_tmem))
+                 int(scale_input_d), bool(a_is_tmem), bool(ashift))
 
 
 @lru_cache(maxsize=8192)
 def _plan(kind: str, cta_group: int, idesc: int, a: int, b_desc: int, d_tmem: int, ws: bool, disable_lanes: int,
-          scale_input_d: int, a_is_tmem: bool) -> MmaPlan:
+          scale_input_d: int, a_is_tmem: bool, ashift: bool) -> MmaPlan:
     d = decode_idesc(kind, idesc)
     if cta_group not in (1, 2):
         raise IllegalOperand("cta_group", cta_group, "must be 1 or 2")
@@ -334,6 +347,8 @@ def _plan(kind: str, cta_group: int, idesc: int, a: int, b_desc: int, d_tmem: in
         raise IllegalOperand("scale-input-d", scale_input_d, "is for kind::f16 and kind::tf32 only")
     if disable_lanes and ws:
         raise IllegalOperand("disable-output-lane", disable_lanes, ".ws has no such operand")
+    if ashift and (ws or not a_is_tmem or d.m == 64):
+        raise IllegalOperand(".ashift", True, "needs A in tensor memory and M = 128 or 256 (ISA 9.7.16.10.9.1)")
     size = ELEMENT_BYTES[d.kind]
 
     # Layout of D: blocks (lane0, lanes, first A row, first N, N count).
@@ -375,4 +390,4 @@ def _plan(kind: str, cta_group: int, idesc: int, a: int, b_desc: int, d_tmem: in
     rows = d.n // cta_group
     operand_b = Operand(d.btype, operand_granules(desc, d.b_major, rows, d.k, size), d.b_major, rows, d.negate_b)
     return MmaPlan(d, cta_group, layout, ws, operand_a, operand_b, blocks, lane, column, disable_lanes, scale_input_d,
-                   explain(kind, idesc, a, b_desc, a_is_tmem=a_is_tmem))
+                   explain(kind, idesc, a, b_desc, a_is_tmem=a_is_tmem), ashift)
