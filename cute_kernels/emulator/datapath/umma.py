@@ -107,7 +107,7 @@ class MmaPlan:
 
     def __init__(self, idesc: InstrDesc, cta_group: int, layout: str, ws: bool, a: Operand | tuple[int, int],
                  b: Operand, blocks: Sequence[tuple[int, int, int, int, int]], d_lane: int, d_col: int,
-                 disable_lanes: int, scale_input_d: int, text: str, ashift: bool) -> None:
+                 disable_lanes: int, scale_input_d: int, operands: tuple, ashift: bool) -> None:
         self.idesc = idesc
         self.ashift = ashift
         self.cta_group = cta_group
@@ -120,7 +120,7 @@ class MmaPlan:
         self._d_lane, self._d_col = d_lane, d_col
         self._disable = disable_lanes
         self._scale_d = np.float32(2.0 ** -scale_input_d)
-        self._text = text
+        self._operands = operands
         self.peers = tuple(range(cta_group))
         self.flops = 2 * idesc.m * idesc.n * idesc.k
         rate = _WS_RATE if ws else _RATE[cta_group, idesc.m]
@@ -129,7 +129,9 @@ class MmaPlan:
 
     def explain(self) -> str:
         """Readable dump of shape, layout and descriptors."""
-        return f"tcgen05.mma{'.ws' if self.ws else ''} cta_group::{self.cta_group} layout {self.layout}\n{self._text}"
+        kind, idesc, a, b, a_is_tmem = self._operands
+        text = explain(kind, idesc, a, b, a_is_tmem=a_is_tmem)
+        return f"tcgen05.mma{'.ws' if self.ws else ''} cta_group::{self.cta_group} layout {self.layout}\n{text}"
 
     @cached_property
     def smem_granules(self) -> list[tuple[int, np.ndarray]]:
@@ -390,4 +392,4 @@ def _plan(kind: str, cta_group: int, idesc: int, a: int, b_desc: int, d_tmem: in
     rows = d.n // cta_group
     operand_b = Operand(d.btype, operand_granules(desc, d.b_major, rows, d.k, size), d.b_major, rows, d.negate_b)
     return MmaPlan(d, cta_group, layout, ws, operand_a, operand_b, blocks, lane, column, disable_lanes, scale_input_d,
-                   explain(kind, idesc, a, b_desc, a_is_tmem=a_is_tmem), ashift)
+                   (kind, idesc, a, b_desc, a_is_tmem), ashift)
