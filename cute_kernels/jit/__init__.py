@@ -34,8 +34,8 @@ Environment: CUTE_KERNELS_ARCH (compile for this arch), CUTE_KERNELS_CACHE_DIR (
 CUTE_KERNELS_QUIET=1 (no message on the terminal), CUTE_KERNELS_LINEINFO=1 (line numbers in PTX and SASS), CUTE_KERNELS_JIT=import.
 
 Modules: target (which GPU), builder (the decorator and the registry), compile (the compiler call), cache (the disk), sources
-(what a kernel consists of), warmup, inspect (what is inside a cubin). Importing this package imports neither cutlass, cuda nor
-tvm_ffi and initialises no CUDA.
+(what a kernel consists of), warmup, cubin (what is inside a compiled kernel). Importing this package imports neither cutlass nor
+tvm_ffi, nothing of cuda that torch itself does not import, and initialises no CUDA.
 """
 
 from __future__ import annotations

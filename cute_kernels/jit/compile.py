@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.jit import cache, sources
+from cute_kernels.jit.cubin import dynamic_smem
 
 if TYPE_CHECKING:
     from cute_kernels.jit.builder import KernelBuilder
@@ -52,8 +53,8 @@ class CompileError(RuntimeError):
 class Artifact:
     """A compiled kernel.
 
-    ptx: text; cubin: ELF bytes; object_path: the exported object, or None where the export failed; origin: "disk" or "compiled";
-    seconds: what getting it took here.
+    ptx: text; cubin: ELF bytes; dynamic_smem: bytes of each launch in the host code, None where computed at run time; object_path:
+    the exported object, or None where the export failed; origin: "disk" or "compiled"; seconds: what getting it took here.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Artifact:
     key: str
     ptx: str
     cubin: bytes
+    dynamic_smem: list[int | None]
     object_path: Path | None
     origin: str
     seconds: float
@@ -150,7 +152,8 @@ def obtain(builder: KernelBuilder, config: Any, arch: str, line_info: bool = Fal
         if entry is None:
             return None
         took = time.perf_counter() - start
-        return Artifact(builder.name, arch, config, key, entry.ptx(), entry.cubin(), entry.object_path, "disk", took)
+        smem = entry.meta.get("dynamic_smem", [])
+        return Artifact(builder.name, arch, config, key, entry.ptx(), entry.cubin(), smem, entry.object_path, "disk", took)
 
     found = from_disk()
     if found is not None:
@@ -172,6 +175,7 @@ def _compile(
             kernel, arguments = builder.build(config, arch)
             compiled = cute.compile(kernel, *arguments, options=f"{options} --keep-ptx --keep-cubin --dump-dir {scratch}")
             ptx, cubin = compiled.__ptx__, compiled.__cubin__
+            smem = dynamic_smem(str(compiled.ir_module))
         except Exception as error:
             raise CompileError(f"{builder.name} {canonical(config)} does not compile for {arch}: {error}") from error
         if f".target {arch}" not in ptx:
@@ -184,17 +188,18 @@ def _compile(
             warnings.warn(f"cute_kernels: {builder.name} for {arch} cannot be exported, so it is not kept: {error}", RuntimeWarning,
                           stacklevel=2)  # fmt: skip
             took = time.perf_counter() - start
-            return Artifact(builder.name, arch, config, key, ptx, cubin, None, "compiled", took, compiled)
+            return Artifact(builder.name, arch, config, key, ptx, cubin, smem, None, "compiled", took, compiled)
         took = time.perf_counter() - start
         entry = None
         if keep is not None and keep():
             files = {"kernel.o": data, "kernel.ptx": ptx.encode(), "kernel.cubin": cubin}
-            entry = cache.publish(builder.name, arch, key, files, {**material, "seconds": took})
+            entry = cache.publish(builder.name, arch, key, files, {**material, "seconds": took, "dynamic_smem": smem})
         if entry is not None:
             path = entry.object_path
         else:
             path = _keep_privately(f"{builder.name}-{arch}-{key[:16]}", data, ptx)
-        return Artifact(builder.name, arch, config, key, ptx, cubin, path, "compiled", took, None if path is not None else compiled)
+        in_process = None if path is not None else compiled
+        return Artifact(builder.name, arch, config, key, ptx, cubin, smem, path, "compiled", took, in_process)
 
 
 def private_folder() -> Path:
