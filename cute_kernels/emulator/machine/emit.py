@@ -221,11 +221,43 @@ def handles(*names: str):
     return register
 
 
+_MANY_TYPES = {"cvt", "set", "setp", "slct", "dp4a", "dp2a", "fma", "mad", "add", "sub"}
+
+
 def _type(em: Emitter, ins: Instr, which: int = -1) -> str:
     types = [m for m in ins.mods if m in TYPE_BITS]
     if not types:
         raise em.unsupported("no type")
+    if len(types) > 1 and ins.base not in _MANY_TYPES:
+        raise em.unsupported("a second type")
     return types[which]
+
+
+def _mixed(em: Emitter, ins: Instr) -> bool:
+    """add, sub and fma of f16 or bf16 operands into float32 (PTX ISA 8.6): one rounding, in float32."""
+    types = [m for m in ins.mods if m in TYPE_BITS]
+    if len(types) == 1:
+        return False
+    if len(types) != 2 or types[0] != "f32" or types[1] not in ("f16", "bf16"):
+        raise em.unsupported("types")
+    mods = _check_mods(em, ins, _ROUND | {"sat"})
+    rnd = next((m for m in mods if m in _ROUND), "rn")
+
+    def wide(o):
+        if types[1] == "bf16":
+            return f"V.bf16_to_f32({em.src(o, 'H')})"
+        return f"{em.src(o, 'R')}.astype(float32)"
+
+    d, *srcs = ins.operands
+    if ins.base in ("fma", "mad"):
+        a, b, c = srcs
+        x = f"V.fma_dir({wide(a)}, {wide(b)}, {em.src(c, 'F')}, {rnd!r})"
+    else:
+        a, c = srcs
+        sign = "" if ins.base == "add" else "-"
+        x = f"V.add_dir({wide(a)}, {sign}{em.src(c, 'F')}, {rnd!r})"
+    em.put(d, "F", f"V.saturate({x})" if "sat" in mods else x)
+    return True
 
 
 def _check_mods(em: Emitter, ins: Instr, allowed: set[str]) -> set[str]:
@@ -242,6 +274,8 @@ _FLOATS = {"f32", "f64", "f16", "f16x2", "bf16", "bf16x2", "f32x2"}
 
 @handles("add", "sub", "mul", "min", "max")
 def _arith(em: Emitter, ins: Instr) -> None:
+    if ins.base in ("add", "sub") and _mixed(em, ins):
+        return None
     t = _type(em, ins)
     if t in _FLOATS:
         return _float_arith(em, ins, t)
@@ -366,6 +400,8 @@ def _bf16_op(em, ins, t, d, srcs, mods) -> None:
 
 @handles("fma", "mad")
 def _fma(em: Emitter, ins: Instr) -> None:
+    if _mixed(em, ins):
+        return None
     t = _type(em, ins)
     d, a, b, c = ins.operands
     if t not in _FLOATS:

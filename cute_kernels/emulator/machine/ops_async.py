@@ -36,12 +36,12 @@ class AsyncOp:
         self.warp.machine.events += 1
 
 
-def fine_granules(plan, granules16: np.ndarray, cache: dict) -> np.ndarray:
-    """4-byte granules of 16-byte granule numbers, kept by plan (plans are cached and immutable)."""
-    key = id(plan)
+def fine_granules(granules16: np.ndarray, cache: dict) -> np.ndarray:
+    """4-byte granules of 16-byte granule numbers. Kept by the identity of the array, which plans share and never change."""
+    key = id(granules16)
     hit = cache.get(key)
-    if hit is None or hit[0] is not plan:
-        hit = (plan, (granules16.reshape(-1)[:, None] * 4 + _FOUR).reshape(-1))
+    if hit is None or hit[0] is not granules16:
+        hit = (granules16, (granules16.reshape(-1)[:, None] * 4 + _FOUR).reshape(-1))
         cache[key] = hit
     return hit[1]
 
@@ -402,7 +402,7 @@ def _issue_load(w, ins, targets, tx: int, put, addresses, nbytes: int, plan=None
         clock = None
         if w.clock is not None:
             actor, clock = agent(w, ("mbar", bar.cta.rank, bar.offset, cta.rank))
-            g = np.arange(off >> 2, off + tx >> 2) if plan is None else fine_granules(plan, plan.smem_granules, machine.granule_cache)
+            g = np.arange(off >> 2, off + tx >> 2) if plan is None else fine_granules(plan.smem_granules, machine.granule_cache)
             shared_write(w, cta, g, actor, clock, ins, generic=False)
             _global_access(w, addresses, nbytes, ins, False, actor, clock)
 
@@ -530,7 +530,7 @@ def _bulk_tensor(ins: Instr):
                 for a in (int(live.min()), int(live.max())) if len(live) and plan.chunk_bytes else ():
                     if memory.find(a, plan.chunk_bytes) is None:
                         w.machine.fatal("out-of-bounds-global", w, ins, "tensor map: " + memory.describe(a, plan.chunk_bytes))
-                g = fine_granules(plan, plan.smem_granules, w.machine.granule_cache) if w.clock is not None else None
+                g = fine_granules(plan.smem_granules, w.machine.granule_cache) if w.clock is not None else None
 
                 def effect(plan=plan):
                     if reduce_op:

@@ -209,7 +209,7 @@ def _mma(ins: Instr):
     bad = [m for m in mods if m not in allowed and not m.startswith("collector::")]
     if bad:
         raise unsupported(ins, "qualifier ." + bad[0])
-    ws = "ws" in mods
+    ws, ashift = "ws" in mods, "ashift" in mods
     group = _group(ins)
     d, a, b, idesc, *rest = ins.operands
     get_d, get_idesc, get_b = scalar(d), scalar(idesc), scalar(b, "X")
@@ -236,7 +236,7 @@ def _mma(ins: Instr):
             disable |= int(g(w)[lane]) << (32 * k)
         plan = machine.cached_plan(
             plan_mma, kind, group, get_idesc(w, m), get_a(w, m), get_b(w, m), get_d(w, m),
-            ws=ws, disable_lanes=disable, scale_input_d=scale, a_is_tmem=from_tmem,
+            ws=ws, disable_lanes=disable, scale_input_d=scale, a_is_tmem=from_tmem, ashift=ashift,
         )  # fmt: skip
         accumulate = bool(enable(w)[lane])
         ctas = _pair(w, group, ins)
@@ -245,7 +245,7 @@ def _mma(ins: Instr):
             machine.release_tmem(w, ins)
             actor, clock = agent(w, w.tpipe)
             for peer, granules in plan.smem_granules:
-                shared_read(w, ctas[peer], fine_granules((plan, peer) if False else plan, granules, machine.granule_cache), actor, clock, ins, proxy=True)
+                shared_read(w, ctas[peer], fine_granules(granules, machine.granule_cache), actor, clock, ins, proxy=True)
         own = (w.tpipe, w.lpipe, w.actor)
         for peer, lane0, lanes, col0, ncols in plan.tmem_reads:
             tmem_access(w, ctas[peer], [(lane0, lanes, col0, ncols)], actor, clock, ins, read=True, write=False, own=own)
@@ -281,7 +281,7 @@ def _cp(ins: Instr):
             actor, clock = agent(w, w.tpipe)
         for cta in _pair(w, group, ins):
             if clock is not None:
-                shared_read(w, cta, fine_granules(plan, plan.smem_granules, machine.granule_cache), actor, clock, ins, proxy=True)
+                shared_read(w, cta, fine_granules(plan.smem_granules, machine.granule_cache), actor, clock, ins, proxy=True)
             tmem_access(w, cta, plan.tmem_writes, actor, clock, ins, read=False, write=True, own=(w.tpipe, w.lpipe, w.actor))
             tmem = cta.tensor_memory
             machine.submit(AsyncOp("tcgen05.cp", ins, w, ("tensor", w.tpipe, w.cta.cluster.uid), lambda c=cta, t=tmem: plan.apply(c.smem, t)))
@@ -357,7 +357,7 @@ def _ld(ins: Instr):
     pack = "pack::16b" in ins.mods
     dst, mem = ins.operands[:2]
     imm = int(ins.operands[2].value) if len(ins.operands) > 2 else 0
-    regs = [o.index for o in (dst.items if isinstance(dst, Vec) else [dst])]
+    regs = np.array([o.index for o in (dst.items if isinstance(dst, Vec) else [dst])])
     get = address(mem, "U")
 
     def load(w, m, ins):
@@ -374,9 +374,13 @@ def _ld(ins: Instr):
             actor, clock = agent(w, w.lpipe)
         tmem_access(w, w.cta, plan.ranges, actor, clock, ins, read=True, write=False, own=(w.tpipe, w.lpipe, w.actor, w.cta.cluster.actor_of(("tst", w.actor))))
         rows = plan.load(w.cta.tensor_memory)
-        regs_u = w.U
-        for k, r in enumerate(regs):
-            np.copyto(regs_u[r], rows[k], where=m)
+        if m.all():
+            w.regs.w[regs] = rows
+        else:
+            for k, r in enumerate(regs):
+                np.copyto(w.U[r], rows[k], where=m)
+        if plan.lane_implied:
+            machine.report("tmem-lane", w, ins, "names lane quarter 0 and means the warp's own", default=False)
         if clock is not None:
             machine.note_load(w, ins, int(clock[0, actor]))
         machine.bytes["tmem-load"] += 128 * plan.registers
@@ -391,6 +395,7 @@ def _st(ins: Instr):
     imm = int(rest.pop(0).value) if len(rest) > 1 else 0
     items = rest[0].items if isinstance(rest[0], Vec) else [rest[0]]
     gets = [getter(o, "U") for o in items]
+    regs = np.array([o.index for o in items]) if all(getattr(o, "cls", "") == "w" for o in items) else None
     get = address(mem, "U")
 
     def store(w, m, ins):
@@ -407,7 +412,9 @@ def _st(ins: Instr):
             machine.release_tmem(w, ins)
             actor, clock = agent(w, ("tst", w.actor))
         tmem_access(w, w.cta, plan.ranges, actor, clock, ins, read=False, write=True, own=(w.tpipe, w.lpipe, w.actor, actor))
-        data = np.stack([g(w) for g in gets])
+        if plan.lane_implied:
+            machine.report("tmem-lane", w, ins, "names lane quarter 0 and means the warp's own", default=False)
+        data = w.regs.w[regs] if regs is not None else np.stack([g(w) for g in gets])
         tmem = w.cta.tensor_memory
         o = AsyncOp("tcgen05.st", ins, w, ("tst", w.actor, w.cta.cluster.uid), lambda: plan.store(tmem, data))
         w.tst.append(o)

@@ -272,6 +272,7 @@ class CTA:
         self.tmem_state = None
         self.sync_vars: dict[int, np.ndarray] = {}
         self.reg_pool = None
+        self.meets: dict = {}  # warps of a warpgroup that wait for the others at a wgmma
         self.warps: list[Warp] = []
         threads = machine.block[0] * machine.block[1] * machine.block[2]
         for k in range(machine.nwarps):
