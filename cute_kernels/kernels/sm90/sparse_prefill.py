@@ -7,11 +7,11 @@ sm_scale is positive select another one.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+
+from cute_kernels.jit import current_target, kernel_builder
 
 ARCH = "sm_90a"
 D_QK = (512, 576)
@@ -74,22 +74,17 @@ def config_of(
     )
 
 
-def compile_kernel(config: Config, kernel_class: type | None = None) -> Any:
-    """Compile without a tensor and without a GPU; the result is called positionally (see `call`)."""
+def _build(config: Config, kernel_class: type) -> tuple[Any, tuple]:
+    """The jit function and its fake arguments: every size and stride is a run-time value."""
     import cutlass.cute as cute
     from cutlass import BFloat16, Float32, Int32, Uint8
 
-    from cute_kernels.kernels.sm90.sparse_kernel import SparsePrefillSm90
-
-    kernel = (kernel_class or SparsePrefillSm90)(**config._asdict())
-
-    def tensor(dtype, shape, align, unit_last=True):
+    def tensor(dtype, shape, align):
         strides = tuple(cute.sym_int64() for _ in shape[:-1]) + (1,)
         return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
     s_q, h_q, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
-    return cute.compile(
-        kernel,
+    return kernel_class(**config._asdict()), (
         tensor(BFloat16, (s_q, h_q, config.d_qk), 16),
         tensor(BFloat16, (cute.sym_int(), 1, config.d_qk), 16),
         tensor(Int32, (s_q, 1, topk), 4),
@@ -103,18 +98,32 @@ def compile_kernel(config: Config, kernel_class: type | None = None) -> Any:
         Int32(0),
         Int32(0),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--gpu-arch {ARCH} --enable-tvm-ffi",
     )
 
 
-@functools.cache
-def _compiled(config: Config) -> Any:
-    return compile_kernel(config)
+def _variants(arch: str) -> tuple[Config, ...]:
+    """What warm-up compiles, for both d_qk: plain, with a length, with length and sink, with a mask of large or small groups."""
+    optional = ((False, False, False, False), (True, False, False, False), (True, True, False, False))
+    masked = ((True, False, True, False), (True, False, True, True))
+    return tuple(Config(d_qk, *flags, False) for d_qk in D_QK for flags in optional + masked)
 
 
-@functools.cache
-def _sm_count(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+@kernel_builder("sparse_prefill_sm90", archs=(ARCH,), variants=_variants)
+def sparse_prefill_kernel(config: Config, arch: str) -> tuple[Any, tuple]:
+    from cute_kernels.kernels.sm90.sparse_kernel import SparsePrefillSm90
+
+    return _build(config, SparsePrefillSm90)
+
+
+_functions: dict[tuple[Config, str], Any] = {}
+
+
+def _function(config: Config, target: Any) -> Any:
+    key = (config, target.key)
+    function = _functions.get(key)
+    if function is None:
+        function = _functions[key] = sparse_prefill_kernel(config, target)
+    return function
 
 
 def launch(
@@ -135,19 +144,9 @@ def launch(
     """Write out, max_logits and lse on the current stream of q's device. Arguments as in cute_kernels.sparse_prefill, checked."""
     if q.shape[0] == 0 or q.shape[1] == 0:
         return
+    target = current_target(q.device)
     config = config_of(q, sm_scale, attn_sink, topk_length, head_group_mask, head_group_size)
-    max_ctas = _sm_count(q.device.index or 0) if q.is_cuda else 4
-    _compiled(config)(
-        q,
-        kv,
-        indices,
-        out,
-        max_logits,
-        lse,
-        attn_sink,
-        topk_length,
-        head_group_mask,
-        float(sm_scale),
-        head_group_size.bit_length() - 1,
-        max_ctas,
-    )
+    _function(config, target)(
+        q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, float(sm_scale),
+        head_group_size.bit_length() - 1, target.num_sms,
+    )  # fmt: skip
