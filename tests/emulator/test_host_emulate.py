@@ -371,3 +371,24 @@ def test_pretence_answers_as_cuda_and_allocates_on_the_cpu():
         assert y.to("cuda").cuda().device.type == "cuda"
         y.record_stream(torch.cuda.current_stream())
     assert x.device.type == "cpu" and not y.is_cuda and torch.equal(y, torch.ones(4))
+
+
+def test_pretended_allocations_have_cuda_alignment():
+    with emulate(backend=record_only, pretend_cuda=True):
+        x = torch.arange(1001, dtype=torch.float32, device="cuda")
+        y = torch.ones(3, 5).to(torch.bfloat16).t().to("cuda")
+        z = torch.zeros(7).cuda()
+        assert all(t.data_ptr() % 512 == 0 for t in (x, y, z))
+    assert torch.equal(x, torch.arange(1001.0)) and y.stride() == (1, 5) and torch.equal(y, torch.ones(5, 3).bfloat16())
+    assert x.untyped_storage().nbytes() == 4004
+
+
+def test_streams_and_events_stand_in():
+    plain = torch.cuda.Stream
+    with emulate(backend=record_only):
+        stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+        assert stream.cuda_stream == 0 and isinstance(stream, torch.cuda.Stream)
+        with torch.cuda.stream(stream):
+            event.record(stream)
+        assert event.query() and event.elapsed_time(event) == 0.0
+    assert torch.cuda.Stream is plain

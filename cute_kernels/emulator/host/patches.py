@@ -347,7 +347,10 @@ def patch_cuda_python(patches: PatchSet) -> None:
 
 
 class _Stream:
-    """Stands for the default stream."""
+    """Stands for every stream: launches run in the order of the calls."""
+
+    def __init__(self, *args, **kwargs):
+        pass
 
     cuda_stream = 0
     stream_id = 0
@@ -409,6 +412,19 @@ class _Event:
         return 0.0
 
 
+def _switched_class(original: type, stand_in: type) -> type:
+    """A class that makes `stand_in` objects on emulating threads and `original` ones elsewhere, and knows both."""
+
+    class Switch(type):
+        def __call__(cls, *args, **kwargs):
+            return stand_in(*args, **kwargs) if current() is not None else original(*args, **kwargs)
+
+        def __instancecheck__(cls, thing):
+            return isinstance(thing, (original, stand_in))
+
+    return Switch(original.__name__, (), {"__doc__": original.__doc__})
+
+
 def patch_torch(patches: PatchSet, torch) -> None:
     """torch.cuda's queries, streams and events, and the DLPack methods of torch.Tensor."""
     from . import tensors
@@ -453,6 +469,8 @@ def patch_torch(patches: PatchSet, torch) -> None:
     put(cuda, "device", lambda e, device=None: contextlib.nullcontext())
     put(cuda, "device_of", lambda e, tensor=None: contextlib.nullcontext())
     put(cuda, "stream", lambda e, stream=None: contextlib.nullcontext())
+    patches.set(cuda, "Stream", _switched_class(cuda.Stream, _Stream))
+    patches.set(cuda, "Event", _switched_class(cuda.Event, _Event))
     put(cuda.nvtx, "range", lambda e, *a, **k: contextlib.nullcontext())
     for name in ("range_push", "range_pop", "mark"):
         put(cuda.nvtx, name, lambda e, *a, **k: None)

@@ -215,11 +215,34 @@ def exchange_table(torch) -> ExchangeTable | None:
         return _table[0]
 
 
+ALIGNMENT = 512  # bytes: what CUDA's allocator gives, and host code may assume more than the CPU allocator's 64
+
+
+def device_copy(tensor):
+    """The torch CPU tensor itself if its address is a multiple of 512, else a copy of it that is, as on a GPU.
+
+    TVM-FFI functions check the alignment that they were compiled for (often 128 bytes); CPU tensors have 64.
+    """
+    import numpy as np
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        if tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT == 0 or tensor.layout is not torch.strided:
+            return tensor
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        raw = np.zeros(span * tensor.element_size() + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        copy = torch.from_numpy(raw[start : start + span * tensor.element_size()]).view(tensor.dtype)
+        copy = copy.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
+        return copy.requires_grad_(tensor.requires_grad)
+
+
 def device_pretence(torch):
     """A torch function mode under which CPU tensors answer as CUDA tensors, and CUDA allocations are made on the CPU.
 
     ``t.is_cuda`` is True, ``t.device`` is cuda:0, ``t.get_device()`` 0, ``t.record_stream`` does nothing, and any
-    ``device=`` argument that names a CUDA device becomes ``cpu``. Only Python-visible answers change.
+    ``device=`` argument that names a CUDA device becomes ``cpu``, with CUDA's alignment. Only Python-visible answers
+    change.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -247,13 +270,16 @@ def device_pretence(torch):
             if name == "get_device":
                 return 0
             if name == "cuda":
-                return args[0]
+                return device_copy(args[0])
             if name in ("__dlpack__", "__dlpack_device__"):
                 return function(*args, **kwargs)
+            before = kwargs.get("device"), args
             if "device" in kwargs:
                 kwargs["device"] = to_cpu(kwargs["device"])
             if name in ("to", "new_empty", "new_zeros", "new_full", "new_tensor", "new_ones"):
                 args = (args[0], *(to_cpu(a) for a in args[1:]))
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            allocated = before[0] is not kwargs.get("device") or any(a is not b for a, b in zip(before[1], args))
+            return device_copy(result) if allocated and isinstance(result, torch.Tensor) else result
 
     return Pretence()
