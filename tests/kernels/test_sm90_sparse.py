@@ -107,6 +107,35 @@ def test_tool_reference_agrees_with_package_reference(bench):
     assert checked >= 20
 
 
+# ---------------------------------------------------------------------------------------------------- emulated, no GPU
+def emulated_cases():
+    """(s_q, h_q, s_kv, topk) and options of bench.Case: one to four blocks, masks, empty rows, several rows a CTA."""
+    full = pytest.mark.full
+    lengths = dict(d_qk=512, length="random", sink=True, bad=0.2)
+    masked = dict(group=4, nan=True, gain=20.0, scale=-0.5)
+    return [
+        pytest.param((1, 16, 40, 70), {}, id="one pair"),
+        pytest.param((2, 3, 300, 130), lengths, marks=full, id="odd blocks, length, sink"),
+        pytest.param((2, 16, 300, 256), masked, marks=full, id="small groups, negative scale"),
+        pytest.param((5, 70, 200, 64), dict(empty_rows=True), marks=full, id="two CTAs a row, empty rows"),
+    ]
+
+
+@pytest.mark.parametrize("sizes, options", emulated_cases())
+def test_emulated(bench, sizes, options):
+    """The compiled PTX on the CPU, wgmma, barriers and asynchronous copies included; hazards raise."""
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    from cute_kernels.emulator import emulate
+
+    args = bench.make(bench.Case(*sizes, **options), "cpu")
+    with emulate("sm_90a"):
+        got = bench.run_ours(args)
+    want = bench.reference(args)
+    assert not bench.differences(got[0], want[0], 8e-4, 3.01 / 128, 7e-6)
+    assert not bench.differences(got[1], want[1], 1e-6, 2.01 / 65536, 1e-7)
+    assert not bench.differences(got[2], want[2], 1e-6, 2.01 / 65536, 1e-7)
+
+
 # ---------------------------------------------------------------------------------------------------- on a Hopper GPU
 def compare(bench, args, name=""):
     got = bench.run_ours(args)
