@@ -50,6 +50,7 @@ class LaunchRecord:
 
 
 _PROGRAMS: dict = {}
+_FAULTS = ("out-of-bounds shared", "out-of-bounds global", "out-of-bounds local", "misaligned", "device assertion")
 
 
 def load_program(module: Module, entry: str, *, fine: bool, checking: bool) -> Program:
@@ -499,6 +500,8 @@ class Machine:
                 if item.pred is None:
                     s.pc = item.target
                     continue
+                if item.suspects:
+                    w.check_written(item.suspects, s.mask, item.ins)
                 p = w.P[item.pred]
                 bits = mask_bits(p)
                 if item.neg:
@@ -519,10 +522,14 @@ class Machine:
                     if not m.any():
                         s.pc += 1
                         continue
+                if item.suspects:
+                    w.check_written(item.suspects, m, item.ins)
                 wait = item.fn(w, s, m, item.ins)
                 if wait is not None:
                     s.wait = wait
                     return
+                if item.marks:
+                    w.mark_written(item.marks, m)
                 counts[item.index] += 1
                 s.pc += 1
             elif kind == INDIRECT:
@@ -728,6 +735,12 @@ def launch(
             machine.run()
     except EmulationError as e:
         record.error = str(e)
+        w, ins = machine_position(machine)
+        if ins is not None and not any(h.ptx_line == ins.line and str(e).startswith(h.kind) for h in machine.hazards):
+            head = str(e).split(" at ")[0]
+            kind = next((k.replace(" ", "-") for k in _FAULTS if head.startswith(k)), "fault")
+            if not isinstance(e, Deadlock):
+                machine.report(kind, w, ins, str(e))
         e.record = record
         raise
     except IllegalOperand as e:

@@ -89,6 +89,11 @@ def _shfl(ins: Instr):
         row = get(w)
         if w.clock is not None and not m.all() and not m[j[m]].all():
             w.machine.report("shuffle-inactive-lane", w, ins, "reads the register of a lane that does not take part", default=False)
+        if ins.data is not None:  # unwritten registers (see Program.track_item): the flag travels with the value
+            source, dests = ins.data
+            good = np.ones(32, np.bool_) if source is None else w.regs.valid.get(source, np.zeros(32, np.bool_))[j]
+            for key in dests:
+                w.regs.valid[key] = np.where(m, good, w.regs.valid.get(key, np.zeros(32, np.bool_)))
         putp(w, m, ok)
         put(w, m, row[j])
 

@@ -7,11 +7,13 @@ for a masked one, on first use), one blocking instruction, or one control transf
 from __future__ import annotations
 
 from ..ptx.flatten import Flat, flatten, registers, targets_of
-from ..ptx.ir import Instr, Mem, Module, PtxError, UnsupportedInstruction
+from ..ptx.ir import Instr, Mem, Module, PtxError, Reg, Vec, UnsupportedInstruction
+from ..ptx.defined import maybe_unwritten, uses_and_defs
 from .emit import REGISTER_ONLY, Emitter
 from .optable import OPS, classify
 
 CODE, BLOCKING, BRANCH, INDIRECT, EXIT = range(5)
+_PURE = REGISTER_ONLY | {"shfl"}  # pass a register's "never written" on to their result
 CONTROL = ("bra", "brx", "ret", "exit", "trap", "brkpt")
 
 
@@ -30,7 +32,7 @@ def source_registers(ins: Instr) -> list:
 
 
 class Item:
-    __slots__ = ("kind", "index", "instrs", "run_full", "run_masked", "fn", "ins", "target", "pred", "neg", "rpc", "targets", "line", "nins")
+    __slots__ = ("kind", "index", "instrs", "run_full", "run_masked", "fn", "ins", "target", "pred", "neg", "rpc", "targets", "line", "suspects", "marks")
 
     def __init__(self, kind: int, index: int, instrs: list[Instr]) -> None:
         self.kind, self.index, self.instrs = kind, index, instrs
@@ -43,7 +45,7 @@ class Item:
         self.neg = False
         self.rpc = -1
         self.targets = ()
-        self.nins = len(instrs)
+        self.suspects = self.marks = ()
 
 
 class Program:
@@ -54,6 +56,11 @@ class Program:
         self.flat: Flat = flatten(module, entry)
         self.fine, self.checking = fine, checking
         self.emitter = Emitter()
+        self.suspects = maybe_unwritten(self.flat, _PURE) if checking else {}
+        self.tracked = {r for regs in self.suspects.values() for r in regs}
+        for i in self.suspects:
+            if self.flat.instrs[i].base in _PURE:
+                self.tracked.update(registers(self.flat.instrs[i].operands[0]))
         self.items: list[Item] = []
         self._decode()
         self.nitems = len(self.items)
@@ -106,6 +113,8 @@ class Program:
                 item.rpc = -1
             if item.ins.pred is not None and item.kind != CODE:
                 item.pred, item.neg = item.ins.pred.index, item.ins.pred_neg
+            if self.tracked and item.kind != CODE:
+                item.suspects, item.marks = self.track_item(item)
 
     def decode(self, ins: Instr):
         """(item kind, implementation or None). Raises UnsupportedInstruction."""
@@ -140,6 +149,10 @@ class Program:
         em = self.emitter
         body: list[str] = []
         for ins in item.instrs:
+            after: list[str] = []
+            if self.tracked:
+                before, after = self._track(ins)
+                body += before
             if ins.base in OPS:
                 call = f"f{ins.index}(w, {{}}, i{ins.index})"
                 if ins.pred is not None:
@@ -150,6 +163,7 @@ class Program:
                     body.append(call.format("m"))
             else:
                 body += em.emit(ins, masked)
+            body += after
         text = "\n".join(body)
         head = [f"{v}=w.{v}" for v in ("U", "S", "F", "G", "X", "Y", "D", "E", "LO", "HI", "H", "I", "R", "P", "Q") if f"{v}[" in text]
         source = "def segment(w, m):\n " + ";".join(head or ["pass"]) + "\n " + text.replace("\n", "\n ") + "\n"
@@ -161,6 +175,47 @@ class Program:
         else:
             item.run_full = fn
         return fn
+
+    def _track(self, ins: Instr) -> tuple[list[str], list[str]]:
+        """Lines that check suspect reads before an instruction, and that mark tracked registers written after it."""
+        uses, defs = uses_and_defs(ins)
+        suspects = self.suspects.get(ins.index, [])
+        marks = [r for r in defs if r in self.tracked]
+        if not suspects and not marks:
+            return [], []
+        before, name = [], "m"
+        if ins.pred is not None:
+            p = f"~P[{ins.pred.index}]" if ins.pred_neg else f"P[{ins.pred.index}]"
+            before.append(f"mt = m & {p}")
+            name = "mt"
+        self.emitter.globals[f"i{ins.index}"] = ins
+        keys = tuple((r.cls, r.index) for r in suspects)
+        if ins.base == "selp" and isinstance(ins.operands[3], Reg):
+            d, a, b, p = ins.operands
+            ka, kb, kp = (tuple((r.cls, r.index) for r in suspects if r in registers(o)) for o in (a, b, p))
+            dests = tuple((r.cls, r.index) for r in marks)
+            return before, [f"w.select_written({dests}, {ka}, {kb}, {kp}, {p.index}, {name})"]
+        if ins.base in REGISTER_ONLY:
+            # Packing a written and an unwritten half is what compilers do with the unused half of an f32x2.
+            some = ins.base == "mov" and isinstance(ins.operands[1], Vec) and len(suspects) < len(registers(ins.operands[1]))
+            after = [f"w.move_written({tuple((r.cls, r.index) for r in marks)}, {() if some else keys}, {name})"]
+            return before, after
+        if suspects:
+            before.append(f"w.check_written({keys}, {name}, i{ins.index})")
+        return before, [f"w.mark_written({tuple((r.cls, r.index) for r in marks)}, {name})"] if marks else []
+
+    def track_item(self, item: Item):
+        """(suspect register keys, marked register keys) of a blocking or control item."""
+        uses, defs = uses_and_defs(item.ins)
+        if item.ins.base == "shfl":
+            source = item.ins.operands[1]
+            keys = [(r.cls, r.index) for r in self.suspects.get(item.ins.index, []) if r is source]
+            item.ins.data = (keys[0] if keys else None, [(r.cls, r.index) for r in defs if r in self.tracked])
+            return (), ()
+        return (
+            tuple((r.cls, r.index) for r in self.suspects.get(item.ins.index, [])),
+            tuple((r.cls, r.index) for r in defs if r in self.tracked),
+        )
 
     @property
     def item_of(self) -> dict[int, int]:

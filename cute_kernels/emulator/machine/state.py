@@ -241,6 +241,44 @@ class Warp:
             self.local = np.full((32, (n + 15) // 16 * 16), 0xDE, np.uint8)
         return self.local
 
+    # -- registers that may be read unwritten (see ptx.defined)
+    def check_written(self, keys, m, ins) -> None:
+        for key in keys:
+            row = self.regs.valid.get(key)
+            if row is None or (m & ~row).any():
+                names = {"w": "r", "d": "rd", "h": "rs", "p": "p", "q": "rq"}
+                self.machine.report("uninitialised-register", self, ins, f"reads a register nothing wrote ({names[key[0]]} class)")
+
+    def mark_written(self, keys, m) -> None:
+        for key in keys:
+            row = self.regs.valid.get(key)
+            self.regs.valid[key] = m.copy() if row is None else row | m
+
+    def move_written(self, dests, sources, m) -> None:
+        good = np.ones(32, np.bool_)
+        for key in sources:
+            row = self.regs.valid.get(key)
+            good = good & row if row is not None else np.zeros(32, np.bool_)
+        for key in dests:
+            old = self.regs.valid.get(key)
+            old = np.zeros(32, np.bool_) if old is None else old
+            self.regs.valid[key] = np.where(m, good, old)
+
+    def select_written(self, dests, a, b, guard, p: int, m) -> None:
+        """selp: only the chosen side counts (and the predicate)."""
+
+        def good(keys):
+            out = np.ones(32, np.bool_)
+            for key in keys:
+                row = self.regs.valid.get(key)
+                out = out & row if row is not None else np.zeros(32, np.bool_)
+            return out
+
+        value = np.where(self.P[p], good(a), good(b)) & good(guard)
+        for key in dests:
+            old = self.regs.valid.get(key)
+            self.regs.valid[key] = np.where(m, value, np.zeros(32, np.bool_) if old is None else old)
+
     # -- clocks
     def tick(self) -> None:
         self.clock[:, self.actor] += 1
