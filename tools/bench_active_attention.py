@@ -10,8 +10,8 @@ interleaved within a round; no programmatic launch overlap. `host` is the time o
 GPU keeps up.
 
 Peers (those that are installed): SDPA on the sliced cache with enable_gqa; SDPA over the full capacity with a mask and repeated
-heads (`sdpa_full`, only on request: its time grows with the capacity); FlashAttention-3's flash_attn_with_kvcache (package fa3-fwd);
-FlashInfer's single_decode_with_kv_cache (batch 1).
+heads (`sdpa_full`, only on request: its time grows with the capacity); FlashAttention-3's flash_attn_with_kvcache (package
+fa3-fwd); FlashInfer's single_decode_with_kv_cache (batch 1).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.jit import current_target, kernel_builder
 from cute_kernels.kernels.sm90.splits import split_bound, split_count
 
 ARCH = "sm_90a"
@@ -49,7 +50,6 @@ class _Workspace(NamedTuple):
     n_counters: int
 
 
-_compiled: dict[Variant, Any] = {}
 _plans: dict[tuple, tuple[Any, int, int, int, int]] = {}
 _workspaces: dict[tuple[int, int], _Workspace] = {}  # (device, stream), or (device, -1) for graph captures
 _retired: list[_Workspace] = []
@@ -76,6 +76,9 @@ def can_implement(
         return f"the head dimension must be a multiple of 8 from 16 to 256, not {d}"
     if max(k_cache.shape[0], k_cache.shape[1]) > 65535:
         return f"batch size and KV heads must be at most 65535, not {k_cache.shape[0]} and {k_cache.shape[1]}"
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k_new", k_new), ("v_new", v_new)):
+        if x is not None and x.stride(2) >= 1 << 30:
+            return f"the row stride of {name} must be below 2**30 elements, not {x.stride(2)}"
     return None
 
 
@@ -100,18 +103,24 @@ def choose(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_len: int | Tensor, causal: bool, window_left: int, softcap: float,
     attn_sink: Tensor | None, k_new: Tensor | None, v_new: Tensor | None,
 ) -> Variant:  # fmt: skip
-    """The variant for these arguments. Nothing that data decides, and nothing that would make a row's result depend on the batch."""
+    """The variant for these arguments. Nothing that data decides, nothing that makes a row's result depend on the batch."""
     d, s, kv_heads = q.shape[3], q.shape[2], k_cache.shape[1]
     group = q.shape[1] // kv_heads
     return Variant(
         q.dtype == torch.bfloat16, d, group, s == 1, 8 if s * group <= 8 or d > 128 else 16, 4, split_cap(kv_heads),
         _aligned(q, k_cache, v_cache, k_new, v_new), causal, window_left >= 0, softcap > 0.0, attn_sink is not None,
-        k_new is not None, not isinstance(kv_len, int), 3 if s * group <= 8 and d <= 128 else 0, 2,
+        k_new is not None, not isinstance(kv_len, int), 0, 1,
     )  # fmt: skip
 
 
-def compile_variant(variant: Variant, options: str = "") -> Any:
-    """Compile for sm_90a (no GPU needed). Returns a TVM-FFI function with the arguments of DecodeKernel.__call__ but the stream."""
+def _common_variants(arch: str) -> tuple[Variant, ...]:
+    """bf16, D 128, 4 query heads a KV head, 8 KV heads, one token, int and device lengths."""
+    return tuple(Variant(True, 128, 4, True, 8, 4, 8, True, True, False, False, False, False, dev, 0, 1) for dev in (False, True))
+
+
+@kernel_builder("active_attention_decode", archs=(ARCH,), variants=_common_variants)
+def decode_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel of one variant and the arguments of cute.compile."""
     import cutlass
     import cutlass.cute as cute
     from cutlass import Float32, Int32
@@ -129,14 +138,12 @@ def compile_variant(variant: Variant, options: str = "") -> Any:
         return cute.runtime.make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=element.width // 8)
 
     tensor = [strided(dtype, 4, True) for _ in range(6)]
-    return cute.compile(
-        DecodeKernel(**variant._asdict()),
+    return DecodeKernel(**variant._asdict()), (
         *tensor[:4], strided(Float32, 3, False), flat(Int32) if variant.device_length else None, Int32(1),
         flat(Float32), flat(Int32), flat(Float32) if variant.sink else None,
         tensor[4] if variant.append else None, tensor[5] if variant.append else None,
         Float32(1.0), Float32(1.0), Int32(0), Int32(1), Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}".rstrip(),
     )  # fmt: skip
 
 
@@ -152,6 +159,8 @@ def _workspace(device: torch.device, floats: int, counters: int) -> _Workspace:
     before it, of which every warm-up has one. Without any, the capture gets its own, zeroed by a node of the graph.
     """
     index = device.index
+    if device.type != "cuda":
+        return _allocate(device, floats, counters)
     capturing = torch._C._cuda_isCurrentStreamCapturing()
     key = (index, -1 if capturing else torch._C._cuda_getCurrentRawStream(index))
     found = _workspaces.get(key)
@@ -200,14 +209,16 @@ def launch(
         return
     # The order of what follows is the host time of a call: one small tuple finds everything that lengths do not change.
     device_length = not isinstance(kv_len, int)
+    # On a GPU the device decides the target; on a CPU the emulator does, per call.
+    target = None if q.is_cuda else current_target(q.device)
     key = (
-        q.dtype, h_q, s, d, k_cache.shape[1], causal, window_left >= 0, softcap > 0.0, attn_sink is None, k_new is None,
-        device_length, _aligned(q, k_cache, v_cache, k_new, v_new), variant,
+        target and target.key, q.device, q.dtype, h_q, s, d, k_cache.shape[1], causal, window_left >= 0, softcap > 0.0,
+        attn_sink is None, k_new is None, device_length, _aligned(q, k_cache, v_cache, k_new, v_new), variant,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         chosen = variant or choose(q, k_cache, v_cache, kv_len, causal, window_left, softcap, attn_sink, k_new, v_new)
-        plan = _plans[key] = _plan(chosen, s)
+        plan = _plans[key] = _plan(chosen, s, target or current_target(q.device))
     run, tile, cap, row_tiles, rows = plan
     if device_length:
         lengths, length, slots = kv_len, 0, split_bound(k_cache.shape[2], tile, cap)
@@ -229,14 +240,9 @@ def launch(
     )  # fmt: skip
 
 
-def _plan(variant: Variant, q_len: int) -> tuple[Any, int, int, int, int]:
+def _plan(variant: Variant, q_len: int, target: Any) -> tuple[Any, int, int, int, int]:
     """The compiled function, keys per step of a CTA, split cap, row tiles, and packed rows (with padding) per KV head."""
-    run = _compiled.get(variant)
-    if run is None:
-        compiled = compile_variant(variant)
-        # The FFI function itself: the wrapper around it, which maps keyword arguments, costs more than the call.
-        unwrap = getattr(compiled, "__tvm_ffi_object__", None)
-        run = _compiled[variant] = (unwrap() if unwrap is not None else None) or compiled
+    run = decode_kernel(variant, target)
     row_tiles = -(-q_len * variant.group // variant.row_tile)
     return run, 16 * variant.warps, variant.split_cap, row_tiles, row_tiles * variant.row_tile
 
@@ -265,8 +271,9 @@ def active_attention_decode(
         out, q's shape and dtype with the strides of a contiguous [B, S, Hq, D]; lse [B, Hq, S] fp32, natural logarithm.
     """
     b, h_q, s, d = q.shape
-    out = q.new_empty((b, s, h_q, d)).transpose(1, 2)
-    lse = q.new_empty((b, h_q, s), dtype=torch.float32)
+    # Both twice as fast on the host as new_empty (and a transpose).
+    out = torch.empty_strided((b, h_q, s, d), (s * h_q * d, d, h_q * d, 1), dtype=q.dtype, device=q.device)
+    lse = torch.empty((b, h_q, s), dtype=torch.float32, device=q.device)
     scale = d**-0.5 if sm_scale is None else sm_scale
     launch(q, k_cache, v_cache, kv_len, scale, causal, window_left, softcap, attn_sink, k_new, v_new, out, lse, variant)
     return out, lse

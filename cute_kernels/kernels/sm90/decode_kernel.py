@@ -5,18 +5,16 @@ KV head h inside) against `split_size` consecutive keys. Its warps are independe
 `tile` = 16 * warps keys, so the loop has no barrier.
 
 K and V in fragment order. 16-byte loads bring exactly what the lane's mma.sync fragments need, because a sum over head dimensions
-may be taken in any order and output dimensions may be numbered in any order: no transposing loads, no exchange between lanes. A
-warp's first 16 keys go straight to registers (a split of one step is all latency: no shared-memory hop); later ones go by cp.async
-through a ring of `stages` slots, in which each lane reads back only what it wrote itself, so that a warp never waits for another
-one, or even for its own lanes, and bank conflicts cannot occur. Lane = 4 * g + t:
+may be taken in any order and output dimensions may be numbered in any order: no transposing loads. They go by cp.async through the
+warp's own rings of `stages` slots for K and for V. Lane = 4 * g + t:
   S[rows, keys]  = Q (A, 16 rows) x K^T (B, 8 keys): lane loads dims [8t, 8t + 8) of each 32-dim block of keys g and g + 8, and of
                    query row g (and g + 8); the two k-steps of a block take words 0, 1 and words 2, 3.
-  O^T[dims, rows] = V^T (A, 16 dims) x P^T (B, 8 rows): lane loads dims [8g, 8g + 8) of each 64-dim block of keys 2t, 2t+1,
+  O^T[dims, rows] = V^T (A, 16 dims) x P^T (B, 8 rows): lane takes dims [8g, 8g + 8) of each 64-dim block of keys 2t, 2t+1,
                    2t+8, 2t+9; prmt pairs two keys into a word; the S accumulator, rounded to 16 bits, already is the B fragment.
                    m-tile j of a block holds dims 8g + 2j (rows g) and 8g + 2j + 1 (rows g + 8), so that in the result a lane has 8
                    consecutive dims of rows 2t and 2t + 1.
-Up to 8 rows cost half of the 16-row accumulators: 32 registers at D 128. In flight per warp: 8 KiB per stage at D 128, and 8 KiB in
-registers at the start; a slot is refilled as soon as it has been read, K right after Q K^T, V after P V.
+Up to 8 rows cost half of the 16-row accumulators: 32 registers at D 128. In flight per warp: 8 KiB per stage at D 128; a slot is
+refilled as soon as it has been read, K right after Q K^T, V after P V.
 
 Numbers. Logits in base 2: x = scale * log2(e) * q.k, fp32. The running maximum starts at -1e30, masked logits are -inf, so a row
 without keys ends with maximum -1e30 and sum 0, never NaN. Rows at or past kv_len are never used: a load past the end goes to the
@@ -26,8 +24,8 @@ Reduction. Warps merge through shared memory in warp order. With one split the r
 (O, maximum, sum) goes to the workspace, one lane counts, and the warp that counts last merges all splits of that row in split
 order. The counter wraps to 0 by itself, so a CUDA graph replays.
 
-Append. Keys [kv_len - S, kv_len) come from k_new and v_new, never from the cache; the CTA of split 0 copies its tokens' rows into the
-cache, which no CTA of this launch reads.
+Append. Keys [kv_len - S, kv_len) come from k_new and v_new, never from the cache; the CTA of split 0 copies its tokens' rows into
+the cache, which no CTA of this launch reads.
 """
 
 from __future__ import annotations
@@ -91,13 +89,12 @@ class DecodeKernel:
         self.k_blocks = -(-head_dim // 32)
         self.v_blocks = -(-head_dim // 64)
         self.stages = stages if wide else 0
-        # K and V of 16 keys take 64 registers at D 128; at D 256 they would take 128, so there the first step uses the ring too.
-        self.direct = wide and head_dim <= 128
-        self.words_per_step = 2 * self.k_blocks + 4 * self.v_blocks  # 16-byte pieces per lane
-        self.stage_bytes = 512 * self.words_per_step
+        self.lines = head_dim % 64 == 0  # rows consist of whole 128-byte lines
+        self.k_slot = 32 * head_dim if self.lines else 1024 * self.k_blocks  # bytes
+        self.v_slot = 2048 * self.v_blocks
         self.pitch = head_dim + 4  # floats per row in shared memory and in the workspace: O, maximum, sum, 2 unused
         # A warp's ring, which at the end holds the warp's partial result instead.
-        self.warp_bytes = max(self.stages * self.stage_bytes, 4 * row_tile * self.pitch)
+        self.warp_bytes = max(self.stages * (self.k_slot + self.v_slot), 4 * row_tile * self.pitch)
 
     @cute.jit
     def __call__(
@@ -179,9 +176,9 @@ class DecodeKernel:
             )  # fmt: skip
 
     def smem_percent(self) -> int:
-        """Share of an SM's 228 KiB that max(1, min_blocks) CTAs need (each also pays 1 KiB that the driver keeps)."""
-        per_cta = self.warps * self.warp_bytes + 2048
-        return min(100, -(-100 * max(1, self.min_blocks) * per_cta // (228 * 1024)))
+        """Share of an SM's 228 KiB for the CTAs that registers let run together (each also pays 1 KiB that the driver keeps)."""
+        ctas = self.min_blocks or max(1, (16 if self.nt == 1 and self.d <= 128 else 8) // self.warps)
+        return min(100, -(-100 * ctas * (self.warps * self.warp_bytes + 2048) // (228 * 1024)))
 
     def _one_tile(self) -> bool:
         """All rows of a (b, h) surely fit one row tile."""
@@ -193,71 +190,81 @@ class DecodeKernel:
         s_base, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
     ):  # fmt: skip
         d, nt = self.d, self.nt
-        k_stride, v_stride = Int64(k.stride[2]) * 2, Int64(v.stride[2]) * 2
+        # Row strides fit 32 bits (the host checks), so that a row address is one multiply-add; offsets are 64 bits.
+        k_stride, v_stride = Int32(k.stride[2]) * 2, Int32(v.stride[2]) * 2
         k_base = _address(k) + (Int64(b) * k.stride[0] + Int64(h) * k.stride[1]) * 2
         v_base = _address(v) + (Int64(b) * v.stride[0] + Int64(h) * v.stride[1]) * 2
         new_start = kv_len - q_len
         kn_base = vn_base = kn_stride = vn_stride = None
         if cutlass.const_expr(self.append):
-            kn_stride, vn_stride = Int64(k_new.stride[2]) * 2, Int64(v_new.stride[2]) * 2
+            kn_stride, vn_stride = Int32(k_new.stride[2]) * 2, Int32(v_new.stride[2]) * 2
             kn_base = _address(k_new) + (Int64(b) * k_new.stride[0] + Int64(h) * k_new.stride[1]) * 2
             vn_base = _address(v_new) + (Int64(b) * v_new.stride[0] + Int64(h) * v_new.stride[1]) * 2
         kv = (k_base, k_stride, kn_base, kn_stride), (v_base, v_stride, vn_base, vn_stride)
 
         first = begin + 16 * warp
         steps = cutlass.max(0, (end - first + (self.tile - 1)) // self.tile)
-        ring = s_base + warp * self.warp_bytes + 16 * lane
-        k_regs, v_regs = self._no_words(self.k_blocks, 2), self._no_words(self.v_blocks, 4)
-        if cutlass.const_expr(self.direct):
-            k_regs = self._load_k(kv[0], first, end, new_start, g, t)
+        last = cutlass.max(end - 1, 0)  # keys past the end read this row instead: logit -inf, weight 0; without any key, row 0
+        n = self.stages
+        k_ring = s_base + warp * self.warp_bytes
+        v_ring = k_ring + n * self.k_slot
+        # Copies are grouped one K or V of a step each, in the order of their use: K0, V0, K1, V1, ... of which 2 * n are under way.
+        # Each use commits one (perhaps empty) group, so that waiting for all but 2 * n - 1 always means "the next one is here".
+        if first < end:  # else there is no step, hence no wait
+            for j in cutlass.range_constexpr(n):
+                start = first + j * self.tile
+                if cutlass.const_expr(j == 0):
+                    self._fetch_k(k_ring, kv[0], start, last, new_start, g, t, lane)
+                elif start < end:
+                    self._fetch_k(k_ring + j * self.k_slot, kv[0], start, last, new_start, g, t, lane)
+                ptx.cp_async_commit()
+                if cutlass.const_expr(j == 0):
+                    self._fetch_v(v_ring, kv[1], start, last, new_start, g, t, lane)
+                elif start < end:
+                    self._fetch_v(v_ring + j * self.v_slot, kv[1], start, last, new_start, g, t, lane)
+                ptx.cp_async_commit()
         q_regs = self._load_q(q, b, h, row0, n_rows, g, t)
-        if cutlass.const_expr(self.direct):
-            v_regs = self._load_v(kv[1], first, end, new_start, g, t)
-        at_step = 1 if self.direct else 0  # the first step that uses the ring
-        if cutlass.const_expr(self.stages > 0):
-            if steps > at_step:
-                for j in cutlass.range_constexpr(self.stages):
-                    base = first + (at_step + j) * self.tile
-                    if base < end:
-                        self._fetch_k(ring + j * self.stage_bytes, kv[0], base, end, new_start, g, t)
-                        self._fetch_v(ring + j * self.stage_bytes, kv[1], base, end, new_start, g, t)
-                    ptx.cp_async_commit()
 
         o = [[Float32(0.0) for _ in range(4)] for _ in range(self.v_blocks * 4 * nt)]
         m = [Float32(M_START) for _ in range(nt)]
         l = [Float32(0.0) for _ in range(nt)]
         # Position of this lane's query rows g and g + 8.
         pos = [kv_len - q_len + self._token(row0 + g + 8 * i) for i in range(nt)]
-        if cutlass.const_expr(self.direct):
-            if steps > 0:
-                s = self._scores(q_regs, k_regs)
-                p, m, l, alpha = self._softmax(s, m, l, first, end, pos, scale, cap_log2, window_left, t)
-                o = self._accumulate(o, p, v_regs, alpha, t)
-        slot = ring
-        for i in cutlass.range(at_step, steps, unroll=1):
+        k_at, v_at = Int32(0), Int32(0)  # byte offsets of the slots in turn
+        for i in cutlass.range(steps, unroll=1):
             base = first + i * self.tile
-            ahead = base + self.stages * self.tile
-            if cutlass.const_expr(self.stages > 0):
-                ptx.cp_async_wait(self.stages - 1)
-                k_step = self._read_k(slot)
+            ahead = base + n * self.tile
+            if cutlass.const_expr(n > 0):
+                ptx.cp_async_wait(2 * n - 1)
+                if cutlass.const_expr(self.lines):
+                    cute.arch.sync_warp()  # other lanes' copies
+                k_step = self._read_k(k_ring + k_at, g, t, lane)
             else:
-                k_step = self._load_k(kv[0], base, end, new_start, g, t)
+                k_step = self._load_k(kv[0], base, last, new_start, g, t)
             s = self._scores(q_regs, k_step)
-            if cutlass.const_expr(self.stages > 0):
+            if cutlass.const_expr(n > 0):
+                if cutlass.const_expr(self.lines):
+                    cute.arch.sync_warp()
                 if ahead < end:
-                    self._fetch_k(slot, kv[0], ahead, end, new_start, g, t)
-            p, m, l, alpha = self._softmax(s, m, l, base, end, pos, scale, cap_log2, window_left, t)
-            if cutlass.const_expr(self.stages > 0):
-                v_step = self._read_v(slot)
-            else:
-                v_step = self._load_v(kv[1], base, end, new_start, g, t)
-            o = self._accumulate(o, p, v_step, alpha, t)
-            if cutlass.const_expr(self.stages > 0):
-                if ahead < end:
-                    self._fetch_v(slot, kv[1], ahead, end, new_start, g, t)
+                    self._fetch_k(k_ring + k_at, kv[0], ahead, last, new_start, g, t, lane)
                 ptx.cp_async_commit()
-                slot = slot + self.stage_bytes
-                slot = cutlass.select_(slot == ring + self.stages * self.stage_bytes, ring, slot)
+                k_at = self._next_slot(k_at, self.k_slot)
+            p, m, l, alpha = self._softmax(s, m, l, base, end, pos, scale, cap_log2, window_left, t)
+            if cutlass.const_expr(n > 0):
+                ptx.cp_async_wait(2 * n - 1)
+                if cutlass.const_expr(self.lines):
+                    cute.arch.sync_warp()
+                v_step = self._read_v(v_ring + v_at, g, t, lane)
+            else:
+                v_step = self._load_v(kv[1], base, last, new_start, g, t)
+            o = self._accumulate(o, p, v_step, alpha, t)
+            if cutlass.const_expr(n > 0):
+                if cutlass.const_expr(self.lines):
+                    cute.arch.sync_warp()
+                if ahead < end:
+                    self._fetch_v(v_ring + v_at, kv[1], ahead, last, new_start, g, t, lane)
+                ptx.cp_async_commit()
+                v_at = self._next_slot(v_at, self.v_slot)
         # Other lanes' slots are overwritten below.
         cute.arch.sync_warp()
 
@@ -292,13 +299,10 @@ class DecodeKernel:
             count = split_slots  # the host computed it with the same rule
         else:
             count = cutlass.max(1, (keys + size - 1) // cutlass.max(size, 1))
-        most = min(self.rt, self.group) if self._one_tile() else self.rt
-        for i in cutlass.range_constexpr(-(-most // self.warps)):
-            row = warp + i * self.warps
-            if row < self.rt and row0 + row < n_rows:
-                self._merge_row(
-                    out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, lane, h, b, split, row_tile, row0, row, count
-                )
+        self._merge_rows(
+            out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows,
+            count,
+        )  # fmt: skip
 
     # ---- loads ----------------------------------------------------------------------------------------------------
     def _ld(self, addr, pred):
@@ -311,67 +315,99 @@ class DecodeKernel:
             return ptx.ld_global_nc_4_always(addr)
         return self._ld(addr, Int32(1) if col_ok is None else Int32(col_ok))
 
-    def _clamp(self, key, end):
-        """Keys past the end read the last row instead: their logits become -inf and their weight 0. Without any key, row 0."""
-        return cutlass.max(cutlass.min(key, end - 1), 0)
-
     def _row_address(self, source, key, new_start):
         base, stride, new_base, new_stride = source
-        addr = base + Int64(key) * stride
+        addr = base + Int64(key) * Int64(stride)
         if self.append:
             is_new = key >= new_start
-            new_addr = new_base + Int64(key - new_start) * new_stride
+            new_addr = new_base + Int64(key - new_start) * Int64(new_stride)
             addr = cutlass.select_(is_new, new_addr, addr)
         return addr
 
-    def _no_words(self, blocks, rows):
-        return [[[Int32(0) for _ in range(4)] for _ in range(rows)] for _ in range(blocks)]
-
-    def _load_k(self, source, base, end, new_start, g, t):
+    def _load_k(self, source, base, last, new_start, g, t):
         """[block][key half][4 words]."""
         rows = []
         for half in range(2):
-            key = self._clamp(base + g + 8 * half, end)
+            key = cutlass.min(base + g + 8 * half, last)
             rows.append(self._row_address(source, key, new_start) + 16 * t)
         return [[self._ld_row(a + 64 * c, self._col_ok(32 * c, 8 * t, 32)) for a in rows] for c in range(self.k_blocks)]
 
-    def _load_v(self, source, base, end, new_start, g, t):
+    def _load_v(self, source, base, last, new_start, g, t):
         """[block][key 2t, 2t + 1, 2t + 8, 2t + 9][4 words]."""
         rows = []
         for e in (0, 1, 8, 9):
-            key = self._clamp(base + 2 * t + e, end)
+            key = cutlass.min(base + 2 * t + e, last)
             rows.append(self._row_address(source, key, new_start) + 16 * g)
         return [[self._ld_row(a + 128 * c, self._col_ok(64 * c, 8 * g, 64)) for a in rows] for c in range(self.v_blocks)]
 
-    def _fetch_k(self, slot, source, base, end, new_start, g, t):
-        """_load_k into a ring slot: piece [block][key half] of this lane at slot + 512 * (2 * block + half)."""
-        for half in range(2):
-            key = self._clamp(base + g + 8 * half, end)
-            addr = self._row_address(source, key, new_start) + 16 * t
-            for c in range(self.k_blocks):
-                self._fetch(slot + 512 * (2 * c + half), addr + 64 * c, self._col_ok(32 * c, 8 * t, 32))
+    def _fetch_lines(self, slot, source, base, last, new_start, lane, swizzle):
+        """16 rows of whole 128-byte lines into a ring slot [row][line][8 pieces], 8 neighbouring lanes to a line.
 
-    def _fetch_v(self, slot, source, base, end, new_start, g, t):
-        """_load_v into a ring slot, after K's pieces."""
+        The L2 counts requests: with the pieces of a line spread over the warp (as the fragments have them) it was the limit, at
+        1.46 times the sectors and 3.3 TB/s. Piece i of a line of row r goes to i ^ swizzle(r), so that fragments, which other lanes
+        read, come without bank conflicts.
+        """
+        base_addr, stride, new_base, new_stride = source
+        piece = lane % 8
+        shifted = base_addr + 16 * piece, stride, None if new_base is None else new_base + 16 * piece, new_stride
+        for r in range(4):
+            row = 4 * r + lane // 8
+            addr = self._row_address(shifted, cutlass.min(base + row, last), new_start)
+            to = slot + row * (2 * self.d) + 16 * (piece ^ swizzle(row))
+            for c in range(self.d // 64):
+                ptx.cp_async_16(to + 128 * c, addr + 128 * c)
+
+    def _fetch_k(self, slot, source, base, last, new_start, g, t, lane):
+        """K of 16 keys into a ring slot; without whole lines a lane copies what it will read itself."""
+        if self.lines:
+            self._fetch_lines(slot, source, base, last, new_start, lane, lambda row: 4 * (row % 2))
+            return
+        for half in range(2):
+            addr = self._row_address(source, cutlass.min(base + g + 8 * half, last), new_start) + 16 * t
+            for c in range(self.k_blocks):
+                self._fetch(slot + 16 * lane + 512 * (2 * c + half), addr + 64 * c, self._col_ok(32 * c, 8 * t, 32))
+
+    def _read_k(self, slot, g, t, lane):
+        """What _load_k returns, from a slot."""
+        if self.lines:
+            # Block c is pieces 4 * (c % 2) + t of line c // 2; rows g and g + 8 have the parity of g.
+            at = slot + g * (2 * self.d) + 16 * t
+            halves = [at + 64 * (g % 2), at + 64 * (1 - g % 2)]
+            rows = 16 * self.d  # bytes of 8 rows
+            return [
+                [ptx.ld_shared_4(halves[c % 2] + 128 * (c // 2) + rows * half) for half in range(2)] for c in range(self.k_blocks)
+            ]
+        return [[ptx.ld_shared_4(slot + 16 * lane + 512 * (2 * c + half)) for half in range(2)] for c in range(self.k_blocks)]
+
+    def _fetch_v(self, slot, source, base, last, new_start, g, t, lane):
+        """V of 16 keys into a ring slot; without whole lines a lane copies what it will read itself."""
+        if self.lines:
+            self._fetch_lines(slot, source, base, last, new_start, lane, lambda row: 2 * ((row // 2) % 4))
+            return
         for n, e in enumerate((0, 1, 8, 9)):
-            key = self._clamp(base + 2 * t + e, end)
-            addr = self._row_address(source, key, new_start) + 16 * g
+            addr = self._row_address(source, cutlass.min(base + 2 * t + e, last), new_start) + 16 * g
             for c in range(self.v_blocks):
-                to = slot + 512 * (2 * self.k_blocks + 4 * c + n)
-                self._fetch(to, addr + 128 * c, self._col_ok(64 * c, 8 * g, 64))
+                self._fetch(slot + 16 * lane + 512 * (4 * c + n), addr + 128 * c, self._col_ok(64 * c, 8 * g, 64))
+
+    def _read_v(self, slot, g, t, lane):
+        """What _load_v returns, from a slot."""
+        if self.lines:
+            # Block c is line c, piece g; rows 2t, 2t + 1, 2t + 8, 2t + 9 all have swizzle 2t.
+            at = slot + 2 * t * (2 * self.d) + 16 * (g ^ (2 * t))
+            return [[ptx.ld_shared_4(at + e * (2 * self.d) + 128 * c) for e in (0, 1, 8, 9)] for c in range(self.v_blocks)]
+        return [[ptx.ld_shared_4(slot + 16 * lane + 512 * (4 * c + n)) for n in range(4)] for c in range(self.v_blocks)]
+
+    def _next_slot(self, at, slot_bytes):
+        if self.stages == 1:
+            return at
+        at = at + slot_bytes
+        return cutlass.select_(at == self.stages * slot_bytes, Int32(0), at)
 
     def _fetch(self, to, addr, col_ok):
         if col_ok is None:
             ptx.cp_async_16(to, addr)
         else:
             ptx.cp_async_16_zfill(to, addr, 16 * Int32(col_ok))
-
-    def _read_k(self, slot):
-        return [[ptx.ld_shared_4(slot + 512 * (2 * c + half)) for half in range(2)] for c in range(self.k_blocks)]
-
-    def _read_v(self, slot):
-        first = 2 * self.k_blocks
-        return [[ptx.ld_shared_4(slot + 512 * (first + 4 * c + n)) for n in range(4)] for c in range(self.v_blocks)]
 
     def _token(self, row):
         """Query token of a packed row, its head below _head."""
@@ -397,7 +433,7 @@ class DecodeKernel:
 
     # ---- arithmetic -----------------------------------------------------------------------------------------------
     def _scores(self, q_regs, k_regs):
-        """[key half][row tile][2]: row g (+ 8), keys 2t, 2t + 1. Two chains per half, as an mma waits ~33 clocks for the one before.
+        """[key half][row tile][2]: row g (+ 8), keys 2t, 2t + 1. Two chains per half, as an mma waits ~33 clocks for the last.
 
         With one row tile, rows 8-15 of A would be zeros. They hold Q at the dims of the other k-step instead: one A fragment serves
         both k-steps, chain 0's valid rows are 0-7 and chain 1's 8-15 (the others are products of unlike dims, never looked at).
@@ -454,7 +490,7 @@ class DecodeKernel:
         return p_words, m_out, l_out, alphas
 
     def _accumulate(self, o, p, v_regs, alpha, t):
-        """o[(block * 4 + j) * nt + row tile] = old * alpha + V^T P^T. alpha of row r lies in lane 4r, columns are rows 2t, 2t + 1."""
+        """o[(block * 4 + j) * nt + row tile] = old * alpha + V^T P^T. alpha of row r lies in lane 4r, columns are rows 2t, 2t+1."""
         nt = self.nt
         factors = []
         for i in range(nt):
@@ -487,8 +523,8 @@ class DecodeKernel:
             if row >= 0 and 8 * lane < self.d:
                 for source in kv:
                     base, stride, new_base, new_stride = source
-                    words = self._ld(new_base + Int64(token) * new_stride + 16 * lane, Int32(1))
-                    to = base + Int64(row) * stride + 16 * lane
+                    words = self._ld(new_base + Int64(token) * Int64(new_stride) + 16 * lane, Int32(1))
+                    to = base + Int64(row) * Int64(stride) + 16 * lane
                     if cutlass.const_expr(self.wide):
                         ptx.st_global_2(to, words[0], words[1])
                         ptx.st_global_2(to + 8, words[2], words[3])
@@ -498,41 +534,52 @@ class DecodeKernel:
 
     # ---- merging --------------------------------------------------------------------------------------------------
     @cute.jit
-    def _merge_row(
-        self, out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, lane, h, b, split, row_tile, row0, row, count
-    ):
-        """One warp, one row: the warps' parts, then, if this split arrives last, all splits' parts. A lane has 4 dims of 128."""
+    def _merge_rows(
+        self, out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows,
+        count,
+    ):  # fmt: skip
+        """A warp's rows: merge the CTA's warps, then, where this split arrives last, all splits. A lane has 4 dims of every 128."""
         d = self.d
         pitch = 4 * self.pitch
-        m, l, o = _merge(self._warp_parts(s_base, row, lane))
-
-        token, head = self._token(row0 + row), self._head(h, row0 + row)
-        if count == 1:
-            self._finish(out, lse, sink, lane, b, head, token, m, l, o)
-        else:
-            tile_index = (Int64(b) * k_heads(out, self.group) + h) * row_tiles + row_tile
-            slot0 = tile_index * split_slots
-            record = _address(workspace) + ((slot0 + split) * self.rt + row) * pitch
-            for c in cutlass.range_constexpr(-(-d // 128)):
-                if 128 * c + 4 * lane < d:
-                    ptx.st_global_f4(record + 4 * (128 * c + 4 * lane), o[c][0], o[c][1], o[c][2], o[c][3])
-            if lane == 0:
-                ptx.st_global_f2(record + 4 * d, m, l)
+        most = min(self.rt, self.group) if self._one_tile() else self.rt
+        per_warp = -(-most // self.warps)
+        last_row = cutlass.min(n_rows - row0, self.rt)  # rows of this tile
+        tile_index = (Int64(b) * (out.shape[1] // self.group) + h) * row_tiles + row_tile
+        slot0 = tile_index * split_slots
+        for i in cutlass.range_constexpr(per_warp):
+            row = warp + i * self.warps
+            if row < last_row:
+                m, l, o = _merge(self._warp_parts(s_base, row, lane))
+                if count == 1:
+                    self._finish(out, lse, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), m, l, o)
+                else:
+                    record = _address(workspace) + ((slot0 + split) * self.rt + row) * pitch
+                    for c in cutlass.range_constexpr(-(-d // 128)):
+                        if 128 * c + 4 * lane < d:
+                            ptx.st_global_f4(record + 4 * (128 * c + 4 * lane), o[c][0], o[c][1], o[c][2], o[c][3])
+                    if lane == 0:
+                        ptx.st_global_f2(record + 4 * d, m, l)
+        if count > 1:
+            # Lane i counts for the warp's i-th row, all rows at once: the release covers the warp's stores above.
             cute.arch.sync_warp()
             arrived = Int32(0)
-            if lane == 0:
-                arrived = ptx.atom_inc_acq_rel(_address(counters) + (tile_index * self.rt + row) * 4, count - 1)
-            arrived = ptx.shuffle_i(arrived, Int32(0))
-            if arrived == count - 1:
-                cute.arch.sync_warp()
-                self._merge_splits(out, lse, workspace, sink, lane, b, head, token, slot0, row, count)
+            mine = warp + lane * self.warps
+            if lane < per_warp and mine < last_row:
+                arrived = ptx.atom_inc_acq_rel(_address(counters) + (tile_index * self.rt + mine) * 4, count - 1)
+            for i in cutlass.range_constexpr(per_warp):
+                row = warp + i * self.warps
+                if row < last_row and ptx.shuffle_i(arrived, Int32(i)) == count - 1:
+                    cute.arch.sync_warp()
+                    self._merge_splits(
+                        out, lse, workspace, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), slot0, row, count
+                    )
 
     @cute.jit
     def _merge_splits(self, out, lse, workspace, sink, lane, b, head, token, slot0, row, count):
-        d = self.d
-        batch = 8 if d <= 128 else 4  # splits whose loads are in flight together
+        # All loads of a batch are in flight together: one L2 latency per batch.
+        batch = 8 if self.d <= 128 else 4
         m, l = Float32(M_START), Float32(0.0)
-        o = [[Float32(0.0) for _ in range(4)] for _ in range(-(-d // 128))]
+        o = [[Float32(0.0) for _ in range(4)] for _ in range(-(-self.d // 128))]
         for i in cutlass.range((count + batch - 1) // batch, unroll=1):
             parts = self._split_parts(workspace, slot0, row, lane, i * batch, batch, count)
             m, l, o = _merge([((m, l), o), *parts])

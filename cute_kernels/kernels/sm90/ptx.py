@@ -169,7 +169,7 @@ def cp_async_wait(pending: int, *, loc=None, ip=None) -> None:
     _asm(f"cp.async.wait_group {pending};", "", [], "", True, loc, ip)
 
 
-# ---- shared memory (32-bit addresses) --------------------------------------------------------------------------------------------------
+# ---- shared memory (32-bit addresses) --------------------------------------------------------------------------------
 @dsl_user_op
 def st_shared_f4(addr, a, b, c, d, *, loc=None, ip=None) -> None:
     values = [_v(x, loc, ip) for x in (addr, a, b, c, d)]
