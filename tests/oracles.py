@@ -26,6 +26,7 @@ def sparse_prefill(q, kv, indices, sm_scale, *, attn_sink=None, topk_length=None
     max_logits = np.full((s_q, h_q), -np.inf)
     lse = np.full((s_q, h_q), np.inf)
     ids_all = indices[:, 0].numpy().astype(np.int64)
+    rows = kv[:, 0].double().numpy() if s_kv <= 1 << 16 else None
     for i in range(s_q):
         limit = topk if topk_length is None else min(max(int(topk_length[i]), 0), topk)
         groups = [(0, h_q)] if mask is None else [(g * group_size, (g + 1) * group_size) for g in range(h_q // group_size)]
@@ -35,11 +36,12 @@ def sparse_prefill(q, kv, indices, sm_scale, *, attn_sink=None, topk_length=None
             ids = ids_all[i, :limit]
             keep = (ids >= 0) & (ids < s_kv)
             if mask is not None:
-                keep &= np.array([mask_bit(mask[i], g, int(p)) for p in positions], dtype=bool)
+                row_mask = mask[i].numpy()
+                keep &= np.array([mask_bit(row_mask, g, int(p)) for p in positions], dtype=bool)
             ids = ids[keep]
             if len(ids) == 0:
                 continue
-            keys = kv[torch.from_numpy(ids), 0].double().numpy()
+            keys = rows[ids] if rows is not None else kv[torch.from_numpy(ids), 0].double().numpy()
             x = sm_scale * (q_row[a:b] @ keys.T)
             top = x.max(axis=1)
             weights = np.exp(x - top[:, None])

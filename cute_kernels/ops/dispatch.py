@@ -18,7 +18,10 @@ import torch
 #   can_implement(**arguments) -> str | None      None, or why this case is not supported: a function of shapes, strides, dtypes and
 #                                                 options alone, since its answer is kept; not of addresses or of a length
 #   launch(**arguments, **outputs)                 writes the outputs on the current stream
-KERNELS: dict[tuple[str, str], str] = {}
+KERNELS: dict[tuple[str, str], str] = {
+    ("active_attention", "sm_90a"): "cute_kernels.kernels.sm90.decode",
+    ("sparse_prefill", "sm_90a"): "cute_kernels.kernels.sm90.sparse_prefill",
+}
 
 _ARCH_NAMES = {"sm_90a": "Hopper (H100, H200)", "sm_100a": "Blackwell (B200)", "sm_103a": "Blackwell (B300)"}
 _state = threading.local()
