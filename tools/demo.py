@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-import cute_kernels as ck
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works uninstalled too
+import cute_kernels as ck  # noqa: E402
 
 HEADS, D_QK, D_V, TOPK, GROUP = 16, 576, 512, 2048, 8
 SM_SCALE = (128 + 64) ** -0.5  # absorbed MLA: the unabsorbed head has 128 + 64 dims
@@ -179,7 +180,8 @@ class OneLayer(torch.nn.Module):
 def full_capacity(model: OneLayer, q, length: int) -> torch.Tensor:
     """What a static cache without a length does: every head of every row of the capacity, masked."""
     group = model.h_q // model.h_kv
-    k, v = (t.nan_to_num(0.0).repeat_interleave(group, 1) for t in (model.k, model.v))
+    q = q.float()
+    k, v = (t.float().nan_to_num(0.0).repeat_interleave(group, 1) for t in (model.k, model.v))
     mask = torch.arange(k.shape[2], device=k.device)[None, None, None] < length
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -187,7 +189,8 @@ def full_capacity(model: OneLayer, q, length: int) -> torch.Tensor:
 @torch.no_grad()
 def decode(tokens: list[str], steps: int, capacity: int, device: str) -> None:
     vocabulary = {t: i for i, t in enumerate(dict.fromkeys(tokens))}
-    model = OneLayer(len(vocabulary), capacity).to(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16  # the kernels take 16-bit types
+    model = OneLayer(len(vocabulary), capacity).to(device, dtype)
     prompt = torch.tensor([[vocabulary[t] for t in tokens[:234]]], device=device)
     kv_len = torch.tensor([prompt.shape[1]], dtype=torch.int32, device=device)  # on the device: no sync, one graph for all lengths
     logits, _, _ = model(prompt, kv_len)
@@ -204,7 +207,7 @@ def decode(tokens: list[str], steps: int, capacity: int, device: str) -> None:
     length = int(kv_len)
     print(f"\nDecode: {steps} steps after a prompt of {prompt.shape[1]} tokens, on {device}")
     print(f"  32 query heads, 8 KV heads, D 128, a preallocated cache of {capacity} rows.")
-    print("  One attention layer with random weights, float32, greedy; the unfilled part of the cache is NaN.")
+    print(f"  One attention layer, random weights, {str(dtype)[6:]}, greedy; the unfilled part of the cache is NaN.")
     show("backend", str(ck.last_backend()))
     show("KV rows read per head in the last step (capacity)", f"{length} ({capacity})")
     show("max abs error against masked full-capacity attention", f"{worst:.1e} over {checked} steps")

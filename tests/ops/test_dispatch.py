@@ -1,0 +1,70 @@
+"""Which backend an operator runs on, without a GPU."""
+
+import warnings
+
+import oracles
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.jit import Target, push_target
+from cute_kernels.ops import dispatch
+
+
+def calls():
+    i = oracles.sparse_inputs(2, 16, 40, 128, 576)
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4, 8)
+    return {
+        "sparse_prefill": lambda: ck.sparse_prefill(i["q"], i["kv"], i["indices"], 0.5),
+        "group_topk": lambda: ck.group_topk(i["indices"], 40),
+        "active_attention": lambda: ck.active_attention(q, k, k, 3),
+    }
+
+
+@pytest.mark.parametrize("family", calls())
+def test_a_pushed_target_without_a_kernel_raises_instead_of_falling_back(family, monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", {})
+    call = calls()[family]
+    call()
+    with push_target(Target("sm_100a", 148)):
+        with pytest.raises(ck.NoKernelError, match=f"{family} has no kernel for sm_100a"):
+            call()
+    call()
+    assert ck.last_backend() == "reference[cpu]"
+
+
+def test_a_case_that_a_kernel_refuses_raises_with_its_reason(monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", {("active_attention", "sm_90a"): "cute_kernels.kernels.sm90.decode"})
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4, 8)
+    with push_target(Target("sm_90a", 132)), pytest.raises(ck.NoKernelError, match="bfloat16 or float16, not torch.float32"):
+        ck.active_attention(q, k, k, 3)
+
+
+def test_a_gpu_without_a_kernel_is_told_once_which_have_one(monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", {("active_attention", "sm_90a"): "nowhere"})
+    monkeypatch.setattr(dispatch, "_warned", set())
+    gpu = torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match=r"no kernel for this GPU \(kernels: sm_90a Hopper \(H100, H200\)\); running the exact reference"):
+        assert dispatch.select("active_attention", gpu, None, {}) == (None, "reference[cuda]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatch.select("active_attention", gpu, None, {})
+
+
+def test_every_registered_kernel_module_offers_what_dispatch_calls():
+    import importlib
+
+    for path in dispatch.KERNELS.values():
+        module = importlib.import_module(path)
+        assert callable(module.can_implement) and callable(module.launch)
+
+
+def test_last_backend_belongs_to_the_thread():
+    import threading
+
+    calls()["active_attention"]()
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(ck.last_backend()))
+    thread.start()
+    thread.join()
+    assert seen == [None] and ck.last_backend() == "reference[cpu]"
