@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,15 @@ from cute_kernels.jit.compile import Artifact
 from cute_kernels.jit.target import Target, UnsupportedGPUError, check_arch
 
 _registry: dict[str, KernelBuilder] = {}
+
+
+def _after_fork() -> None:
+    # A thread that held one of these when the process forked does not exist in the child.
+    for builder in _registry.values():
+        builder._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class KernelBuilder:
@@ -60,22 +70,34 @@ class KernelBuilder:
         with self._lock:
             function = self._functions.get(key)
             if function is None:
-                # The emulator names source lines in its reports.
-                function = self.artifact(key[0], arch, line_info=True if backend is not None else None).load(backend)
+                line_info = True if backend is not None else None  # the emulator names source lines in its reports
+                made = self.artifact(key[0], arch, line_info)
+                try:
+                    function = made.load(backend)
+                except Exception as error:
+                    if made.origin != "disk":
+                        raise
+                    # Whole, but it does not link here, or another process has just pruned it: compile instead.
+                    warnings.warn(
+                        f"cute_kernels: {self.name} for {arch} from {made.object_path} does not load, compiling anew: {error}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+                    function = self.artifact(key[0], arch, line_info, fresh=True).load(backend)
                 self._functions[key] = function
         return function
 
-    def artifact(self, config: Any, arch: str, line_info: bool | None = None) -> Artifact:
+    def artifact(self, config: Any, arch: str, line_info: bool | None = None, *, fresh: bool = False) -> Artifact:
         """PTX, cubin and object of `config` for `arch`, from disk or compiled now; nothing is loaded and no GPU is needed.
 
-        line_info: line numbers in PTX and SASS; None takes CUTE_KERNELS_LINEINFO.
+        line_info: line numbers in PTX and SASS; None takes CUTE_KERNELS_LINEINFO. fresh: compile even if it is on disk.
         """
         if arch not in self.archs:
             check_arch(arch)
             raise UnsupportedGPUError(f"kernel {self.name} is for {', '.join(self.archs)}, not for {arch}")
         if line_info is None:
             line_info = os.environ.get("CUTE_KERNELS_LINEINFO", "0") not in ("", "0")
-        return _compile_module.obtain(self, config, arch, line_info)
+        return _compile_module.obtain(self, config, arch, line_info, fresh)
 
     def variants(self, arch: str) -> tuple[Any, ...]:
         """The configs that warm-up compiles for `arch`."""

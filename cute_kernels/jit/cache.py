@@ -81,7 +81,7 @@ def root() -> Path:
     """The cache folder, from the environment at each call."""
     explicit = os.environ.get("CUTE_KERNELS_CACHE_DIR")
     if explicit:
-        return Path(explicit).expanduser()
+        return Path(explicit).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     if base and os.path.isabs(base):
         return Path(base) / "cute_kernels"
@@ -103,11 +103,6 @@ def _safe(name: str) -> str:
 
 def _folder(name: str, arch: str, key: str) -> Path:
     return root() / FORMAT / _safe(name) / f"{arch}-{key[:40]}"
-
-
-def _make_folders(path: Path) -> None:
-    # The objects are machine code that this user's processes load: nobody else may write here.
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _trusted(path: Path) -> bool:
@@ -148,7 +143,7 @@ def publish(name: str, arch: str, key: str, files: dict[str, bytes], meta: dict[
     folder = _folder(name, arch, key)
     temporary = None
     try:
-        _make_folders(folder.parent)
+        folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
         meta = {
             **meta, "format": FORMAT, "name": name, "arch": arch, "key": key, "created": time.time(),
@@ -157,6 +152,8 @@ def publish(name: str, arch: str, key: str, files: dict[str, bytes], meta: dict[
         for file, data in files.items():
             (temporary / file).write_bytes(data)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        # Others may read (an image made by root and run by a user), nobody else may write: this is code that processes load.
+        temporary.chmod(0o755)
         _replace(temporary, folder)
         temporary = None
     except OSError as error:
@@ -209,7 +206,7 @@ def _lock_file(key: str) -> int | None:
     pause = 0.005
     while True:
         try:
-            _make_folders(folder)
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:
             return None  # read-only or full: `publish` says so

@@ -35,6 +35,7 @@ MESSAGE_AFTER = 1.0  # seconds of compiling after which a terminal is told
 
 # The DSL's compiler keeps process-wide state: one compile at a time.
 _compiler = threading.RLock()
+os.register_at_fork(after_in_child=lambda: globals().update(_compiler=threading.RLock()))
 _private: list[str] = []  # folder of objects that are not in the cache, made when needed
 
 # CUTE_DSL_* settings that change no code; any other one that is set is part of the key.
@@ -73,13 +74,16 @@ class Artifact:
         """The function to call, a `tvm_ffi.Function`. Needs no GPU, calling it does. `backend`: a target's, told about the
         object."""
         if self.object_path is None:
-            function = self.in_process
-            unwrap = getattr(function, "__tvm_ffi_object__", None)
+            # Behind the wrapper for keyword arguments, where there is one. The DSL makes it only for the arch that it detects.
+            unwrap = getattr(self.in_process, "__tvm_ffi_object__", None)
+            function = unwrap() if unwrap is not None else self.in_process
+            if function is None:
+                raise CompileError(f"{self.name} for {self.arch} could not be exported, and this machine runs another arch")
             if backend is not None:
                 path = private_folder() / f"{self.key[:16]}.cubin"
                 path.write_bytes(self.cubin)
                 backend.note_object(str(path), self.ptx)
-            return (unwrap() if unwrap is not None else None) or function
+            return function
         import cutlass.cute as cute
 
         if hasattr(backend, "note_object"):
@@ -129,8 +133,8 @@ def make_key(builder: KernelBuilder, config: Any, arch: str, options: str, sourc
     return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest(), material
 
 
-def obtain(builder: KernelBuilder, config: Any, arch: str, line_info: bool = False) -> Artifact:
-    """The compiled kernel from the disk cache, else compiled and kept there. Raises CompileError."""
+def obtain(builder: KernelBuilder, config: Any, arch: str, line_info: bool = False, fresh: bool = False) -> Artifact:
+    """The compiled kernel from the disk cache (not if `fresh`), else compiled and kept there. Raises CompileError."""
     start = time.perf_counter()
     files, edited = builder.source_files()
     before = sources.stamp(files)
@@ -140,12 +144,13 @@ def obtain(builder: KernelBuilder, config: Any, arch: str, line_info: bool = Fal
         # This process compiles the text it imported, which is no longer the text on disk: keep it away from processes that start
         # later.
         warnings.warn(
-            f"cute_kernels: {edited[0].name} changed after this process had imported it, so {builder.name} is compiled from "
-            "what was imported and is not kept. Restart to use the new text",
+            f"cute_kernels: {edited[0].name} changed after this process had imported it, so {builder.name} is "
+            "compiled for this process alone and not kept. Restart to use the new text",
             RuntimeWarning,
             stacklevel=3,
         )
-        return _compile(builder, config, arch, options, key, material, start, keep=None)
+        with announced(f"{builder.name} for {arch}"):
+            return _compile(builder, config, arch, options, key, material, start, keep=None)
 
     def from_disk() -> Artifact | None:
         entry = cache.lookup(builder.name, arch, key)
@@ -155,11 +160,11 @@ def obtain(builder: KernelBuilder, config: Any, arch: str, line_info: bool = Fal
         smem = entry.meta.get("dynamic_smem", [])
         return Artifact(builder.name, arch, config, key, entry.ptx(), entry.cubin(), smem, entry.object_path, "disk", took)
 
-    found = from_disk()
+    found = None if fresh else from_disk()
     if found is not None:
         return found
-    with cache.lock(key):
-        found = from_disk()  # another process or thread may have compiled it while this one waited
+    with announced(f"{builder.name} for {arch}"), cache.lock(key):
+        found = None if fresh else from_disk()  # another process or thread may have compiled it while this one waited
         if found is not None:
             return found
         return _compile(builder, config, arch, options, key, material, start, keep=lambda: sources.stamp(files) == before)
@@ -168,7 +173,7 @@ def obtain(builder: KernelBuilder, config: Any, arch: str, line_info: bool = Fal
 def _compile(
     builder: KernelBuilder, config: Any, arch: str, options: str, key: str, material: dict[str, Any], start: float, keep: Any
 ) -> Artifact:
-    with _compiler, announced(f"{builder.name} for {arch}"), tempfile.TemporaryDirectory(prefix="cute_kernels-") as scratch:
+    with _compiler, tempfile.TemporaryDirectory(prefix="cute_kernels-") as scratch:
         try:
             import cutlass.cute as cute
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
+import os
 import platform
 import re
 import sys
@@ -37,7 +37,9 @@ def _imported(path: Path) -> set[Path]:
     """The files of our own package that `path` imports, packages' __init__ on the way left out."""
     found: set[Path] = set()
     root = PACKAGE.parent
-    for match in _IMPORT.finditer(path.read_text(encoding="utf-8")):
+    # Comments go first: one may hold a parenthesis. (A string cut by this is no import.)
+    text = re.sub(r"#[^\n]*", "", path.read_text(encoding="utf-8")).replace("\\\n", " ")
+    for match in _IMPORT.finditer(text):
         module, names, plain = match.groups()
         if plain is not None:
             targets = [(root, name.strip().split(" ")[0], "") for name in plain.split(",")]
@@ -99,8 +101,8 @@ def digest(files: Iterable[Path]) -> str:
 
 def loaded(path: Path) -> bool:
     """Whether a module of this file has been imported, so that this process compiles the text it had then."""
-    text = str(path)
-    return any(getattr(module, "__file__", None) == text for module in list(sys.modules.values()))
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return any(file.endswith(path.name) and os.path.realpath(file) == str(path) for file in files if isinstance(file, str))
 
 
 @functools.cache
@@ -111,6 +113,8 @@ def toolchain() -> dict[str, str]:
     version apart), the TVM-FFI runtime, the Python minor version (the DSL reads Python's syntax trees) and the host's instruction
     set.
     """
+    from importlib import metadata  # 10 ms, on a miss of the in-memory table only
+
     found: dict[str, str] = {}
     for folder in dict.fromkeys(sys.path):
         try:
@@ -125,8 +129,8 @@ def toolchain() -> dict[str, str]:
     for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         if name not in found:
             try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
                 found[name] = "absent"
     found["python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
     found["host"] = f"{platform.system()} {platform.machine()}"
