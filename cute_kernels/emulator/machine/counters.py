@@ -32,6 +32,7 @@ class Counters:
     instructions: Counter = field(default_factory=Counter)
     opcodes: Counter = field(default_factory=Counter)
     bytes: Counter = field(default_factory=Counter)
+    lines: Counter = field(default_factory=Counter)  # PTX line -> warp-instructions, for coverage
     exp2: int = 0
     barrier_waits: int = 0
     tensor_cycles: float = 0.0
@@ -85,6 +86,8 @@ def tally(machine) -> Counters:
             for k, n in enumerate(machine.warp_counts[index]):
                 if n:
                     classes, ops, exps = per_item[k]
+                    for ins in program.items[k].instrs:
+                        c.lines[ins.line] += n
                     for name, per in classes.items():
                         role.instructions[name] += per * n
                     for name, per in ops.items():

@@ -467,11 +467,6 @@ class Machine:
             if state is not None:
                 for first, (count, line) in state.blocks.items():
                     self.report("tmem-leak", w, _At(line, last), f"{count} columns at {first} were never freed")
-        for cta in cluster.ctas:
-            for w in cta.warps:
-                for o, _ in w.bulk_open:
-                    if self.checking:
-                        self.report("bulk-uncommitted", w, o.ins, "a bulk store was never committed to a group", default=False)
 
     def step(self, w: Warp, s: Split, quantum: int) -> None:
         """Run a split until it blocks, ends, splits or has used its quantum."""
@@ -625,6 +620,8 @@ class Machine:
 
     def _warp_end(self, w: Warp) -> None:
         w.exited = True
+        for o in [o for o, _ in w.bulk_open] + w.bulk_unread:
+            self.report("bulk-store-at-exit", w, o.ins, "the thread exits without waiting until the copy has read shared memory")
         w.cta.cluster.alive -= 1
         total = self.warp_counts.get(w.index)
         if total is None:

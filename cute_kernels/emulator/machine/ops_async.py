@@ -56,7 +56,7 @@ def agent(w, key, *, visible: bool = True):
         clock[:, actor] = tick
     else:
         clock[0, actor] = tick
-    w.clock[:, w.actor] += 1
+    w.clock[0, w.actor] += 1
     return actor, clock
 
 
@@ -432,6 +432,7 @@ def _bulk_commit(w, m, ins) -> None:
     ops = [o for o, _ in w.bulk_open]
     marks = [x for _, mark in w.bulk_open if mark for x in mark]
     w.bulk_groups.append((ops, marks))
+    w.bulk_unread += ops
     w.bulk_open = []
 
 
@@ -441,12 +442,16 @@ def _bulk_wait(ins: Instr):
 
     def wait(w, s, m, ins):
         if not read:
-            return _groups_wait(w, w.bulk_groups, keep, ins, "cp.async.bulk group", "bulk")
+            left = _groups_wait(w, w.bulk_groups, keep, ins, "cp.async.bulk group", "bulk")
+            if left is None:
+                w.bulk_unread = [o for g, _ in w.bulk_groups for o in g]
+            return left
         # .read: the sources may be reused; the groups stay, as a later wait may ask for the writes.
         late = list(w.bulk_groups)[: max(0, len(w.bulk_groups) - keep)]
         ops = [o for g, _ in late for o in g]
         if any(not o.done for o in ops):
             return Wait(lambda: all(o.done for o in ops), lambda: "cp.async.bulk group (reads)", ins.line, wants=lambda o: o in ops)
+        w.bulk_unread = [o for o in w.bulk_unread if o not in ops]
         if w.clock is not None:
             for _, marks in late:
                 for actor, tick in marks:

@@ -91,9 +91,9 @@ def _shfl(ins: Instr):
             w.machine.report("shuffle-inactive-lane", w, ins, "reads the register of a lane that does not take part", default=False)
         if ins.data is not None:  # unwritten registers (see Program.track_item): the flag travels with the value
             source, dests = ins.data
-            good = np.ones(32, np.bool_) if source is None else w.regs.valid.get(source, np.zeros(32, np.bool_))[j]
+            good = np.ones(32, np.bool_) if source is None else w._flags(source)[j]
             for key in dests:
-                w.regs.valid[key] = np.where(m, good, w.regs.valid.get(key, np.zeros(32, np.bool_)))
+                np.copyto(w._flags(key), good, where=m)
         putp(w, m, ok)
         put(w, m, row[j])
 

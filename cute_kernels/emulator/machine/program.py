@@ -31,6 +31,22 @@ def source_registers(ins: Instr) -> list:
     return regs
 
 
+def _half_move(ins: Instr, suspects: list, tracked: set) -> str | None:
+    """The call, up to its mask, that moves flags by halves for mov.b64 between a register and a pair."""
+    if ins.base != "mov" or "b64" not in ins.mods:
+        return None
+    d, a = ins.operands
+
+    def key(r, known):
+        return (r.cls, r.index) if isinstance(r, Reg) and r in known else None
+
+    if isinstance(a, Vec) and len(a.items) == 2 and isinstance(d, Reg):
+        return f"pack_written({key(d, tracked)}, {tuple(key(r, suspects) for r in a.items)}"
+    if isinstance(d, Vec) and len(d.items) == 2 and isinstance(a, Reg):
+        return f"unpack_written({tuple(key(r, tracked) for r in d.items)}, {key(a, suspects)}"
+    return None
+
+
 class Item:
     __slots__ = ("kind", "index", "instrs", "run_full", "run_masked", "fn", "ins", "target", "pred", "neg", "rpc", "targets", "line", "suspects", "marks")
 
@@ -196,9 +212,10 @@ class Program:
             dests = tuple((r.cls, r.index) for r in marks)
             return before, [f"w.select_written({dests}, {ka}, {kb}, {kp}, {p.index}, {name})"]
         if ins.base in REGISTER_ONLY:
-            # Packing a written and an unwritten half is what compilers do with the unused half of an f32x2.
-            some = ins.base == "mov" and isinstance(ins.operands[1], Vec) and len(suspects) < len(registers(ins.operands[1]))
-            after = [f"w.move_written({tuple((r.cls, r.index) for r in marks)}, {() if some else keys}, {name})"]
+            half = _half_move(ins, suspects, self.tracked)
+            if half is not None:
+                return before, [f"w.{half}, {name})"]
+            after = [f"w.move_written({tuple((r.cls, r.index) for r in marks)}, {keys}, {name})"]
             return before, after
         if suspects:
             before.append(f"w.check_written({keys}, {name}, i{ins.index})")

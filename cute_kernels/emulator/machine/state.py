@@ -78,7 +78,7 @@ class Warp:
     __slots__ = (
         "U", "S", "F", "G", "X", "Y", "D", "E", "LO", "HI", "H", "I", "R", "P", "Q", "cc", "regs", "cta", "machine", "index", "rank",
         "live", "nlive", "live_bits", "leaves", "counts", "masked_counts", "cache", "clock", "actor", "local", "tpipe", "lpipe",
-        "cp_open", "cp_groups", "bulk_open", "bulk_groups", "tld", "tst", "maxreg", "role", "syncs", "lanes", "exited", "waits",
+        "cp_open", "cp_groups", "bulk_open", "bulk_groups", "bulk_unread", "tld", "tst", "maxreg", "role", "syncs", "lanes", "exited", "waits",
         "wg_open", "wg_groups", "cluster_arrivals", "cluster_waits", "cluster_lanes", "cluster_waited",
     )  # fmt: skip
 
@@ -103,6 +103,7 @@ class Warp:
         self.cp_groups: deque = deque()
         self.bulk_open: list = []
         self.bulk_groups: deque = deque()
+        self.bulk_unread: list = []  # committed stores whose reads of shared memory nothing has waited for
         self.wg_open: list = []
         self.wg_groups: deque = deque()
         self.tld: list = []
@@ -115,7 +116,7 @@ class Warp:
         self.cluster_arrivals = self.cluster_waits = self.cluster_lanes = self.cluster_waited = 0
         if machine.checking:
             self.clock = np.zeros((4, cta.cluster.nactors), np.int32)
-            self.clock[:, self.actor] = 1
+            self.clock[0, self.actor] = 1
         self.tpipe = cta.cluster.nwarps + self.actor  # actor of the tensor pipe this warp issues to
         self.lpipe = 2 * cta.cluster.nwarps + self.actor  # actor of its tcgen05.ld/st
 
@@ -241,47 +242,59 @@ class Warp:
             self.local = np.full((32, (n + 15) // 16 * 16), 0xDE, np.uint8)
         return self.local
 
-    # -- registers that may be read unwritten (see ptx.defined)
+    # -- registers that may be read unwritten (see ptx.defined). Flags are bool[32], and [2, 32] by halves for 64-bit ones,
+    #    because compilers carry two floats in them and leave one unwritten.
+    def _flags(self, key) -> np.ndarray:
+        row = self.regs.valid.get(key)
+        if row is None:
+            row = self.regs.valid[key] = np.zeros((2, 32) if key[0] == "d" else 32, np.bool_)
+        return row
+
+    def _all_written(self, keys, wide: bool) -> np.ndarray:
+        good = np.ones((2, 32) if wide else 32, np.bool_)
+        for key in keys:
+            row = self._flags(key)
+            good &= row if wide or row.ndim == 1 else row.all(axis=0)
+        return good
+
     def check_written(self, keys, m, ins) -> None:
         for key in keys:
-            row = self.regs.valid.get(key)
-            if row is None or (m & ~row).any():
-                names = {"w": "r", "d": "rd", "h": "rs", "p": "p", "q": "rq"}
-                self.machine.report("uninitialised-register", self, ins, f"reads a register nothing wrote ({names[key[0]]} class)")
+            if (m & ~self._flags(key)).any():
+                name = {"w": "32-bit", "d": "64-bit", "h": "16-bit", "p": "predicate", "q": "128-bit"}[key[0]]
+                self.machine.report("uninitialised-register", self, ins, f"uses a {name} register nothing wrote")
 
     def mark_written(self, keys, m) -> None:
         for key in keys:
-            row = self.regs.valid.get(key)
-            self.regs.valid[key] = m.copy() if row is None else row | m
+            row = self._flags(key)
+            np.logical_or(row, m, out=row)
 
     def move_written(self, dests, sources, m) -> None:
-        good = np.ones(32, np.bool_)
-        for key in sources:
-            row = self.regs.valid.get(key)
-            good = good & row if row is not None else np.zeros(32, np.bool_)
         for key in dests:
-            old = self.regs.valid.get(key)
-            old = np.zeros(32, np.bool_) if old is None else old
-            self.regs.valid[key] = np.where(m, good, old)
+            np.copyto(self._flags(key), self._all_written(sources, key[0] == "d"), where=m)
 
     def select_written(self, dests, a, b, guard, p: int, m) -> None:
         """selp: only the chosen side counts (and the predicate)."""
-
-        def good(keys):
-            out = np.ones(32, np.bool_)
-            for key in keys:
-                row = self.regs.valid.get(key)
-                out = out & row if row is not None else np.zeros(32, np.bool_)
-            return out
-
-        value = np.where(self.P[p], good(a), good(b)) & good(guard)
         for key in dests:
-            old = self.regs.valid.get(key)
-            self.regs.valid[key] = np.where(m, value, np.zeros(32, np.bool_) if old is None else old)
+            wide = key[0] == "d"
+            value = np.where(self.P[p], self._all_written(a, wide), self._all_written(b, wide)) & self._all_written(guard, wide)
+            np.copyto(self._flags(key), value, where=m)
+
+    def pack_written(self, dest, halves, m) -> None:
+        """mov.b64 d, {lo, hi}; a half that is certainly written is None."""
+        row = self._flags(dest)
+        for k, key in enumerate(halves):
+            np.copyto(row[k], True if key is None else self._flags(key), where=m)
+
+    def unpack_written(self, dests, source, m) -> None:
+        """mov.b64 {lo, hi}, s"""
+        row = self._flags(source)
+        for k, key in enumerate(dests):
+            if key is not None:
+                np.copyto(self._flags(key), row[k], where=m)
 
     # -- clocks
     def tick(self) -> None:
-        self.clock[:, self.actor] += 1
+        self.clock[0, self.actor] += 1
 
     def role_tensor(self, cycles: float) -> None:
         """Charge tensor-core cycles to this warp."""
