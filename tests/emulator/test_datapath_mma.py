@@ -65,7 +65,7 @@ def wgmma_case(facts, fmt, name_a, name_b, n, dtype="f32", accumulate_from=None,
                                 b.desc(65536 + 3072, k0, wgmma=True), trans_a=bool(name_a) and name_a[0] == "M",
                                 trans_b=name_b[0] == "M", **kwargs)
         d = plan.apply(smem, d, k0 > 0, regs)
-        assert d.shape[0] == plan.d_registers
+        assert d.shape[0] == plan.d_registers and not plan.lints
     index = tv(facts["wgmma", "C", "bf16", n], 128, n // 2) if ("wgmma", "C", "bf16", n) in facts else None
     row, col = (index % 64, index // 64) if index is not None else wgmma.d_fragment(n)
     want = (a_values @ b.values.T)[row, col] * kwargs.get("scale_a", 1) * kwargs.get("scale_b", 1)

@@ -55,6 +55,7 @@ def run_ss(facts, fmt_a, fmt_b, name_a, name_b, cg, m, n, *, lane=0, dtype=None,
     for k0 in range(0, total_k, k):
         plan = umma.plan_mma(kind, cg, idesc, tiles_a[0].desc(start_a, k0), tiles_b[0].desc(start_b, k0),
                              lane << 16 | column)
+        assert not plan.lints, (name_a, name_b, plan.lints)
         plan.apply(smems, tmems, accumulate=k0 > 0)
     b = np.concatenate([t.values for t in tiles_b])
     for cta, (ta, got) in enumerate(zip(tiles_a, tmems)):
@@ -331,6 +332,23 @@ def test_smem_reads_cover_exactly_the_tile(cute_facts):
     assert np.array_equal(plan.smem_granules[0][1] * 16, np.flatnonzero(want)[::16])
 
 
+def test_lints_catch_fields_off_by_one():
+    """CuTe's descriptors have none (see run_ss); each of these differs from a good one in one field."""
+    def lints(start=2048 + 32, lbo=16, sbo=1024, swizzle="128B", b_major="K", base=0):
+        b = umma.encode_smem_desc(start, lbo, sbo, swizzle, base_offset=base)
+        i = umma.encode_idesc("f16", 64, 128, atype="bf16", b_major=b_major)
+        return " | ".join(umma.plan_mma("f16", 1, i, 200, b, 0).lints)
+
+    assert not lints() and not lints(swizzle="64B", sbo=512) and not lints(2048, 8192, 1024, b_major="MN")
+    assert not lints(2048, 2048, 128, "none") and not lints(2048 + 384, base=3)
+    assert "SBO 1040" in lints(sbo=1040) and "share" in lints(sbo=0) and "SBO 512" in lints(sbo=512)
+    assert "LBO 8208" in lints(2048, 8208, 1024, b_major="MN") and "SBO 1152" in lints(2048, 8192, 1152, b_major="MN")
+    assert "crosses its end" in lints(2048 + 112) and "multiple of its size" in lints(2048 + 48)
+    assert "row 3" in lints(2048 + 384) and "base offset 2" in lints(base=2)
+    assert "share" in lints(2048, 64, 128, "none")
+    assert "A: " not in lints(sbo=0)
+
+
 def test_cycles_follow_the_published_table():
     """B200 issue intervals (public micro-benchmark): (cta_group, m, n, A in TMEM) -> clocks, rule within 10 %."""
     d = umma.encode_smem_desc(1024, 16, 1024, "128B")
@@ -451,6 +469,7 @@ def test_cp(cute_facts, name, shape, multicast, quarters):
     for k0 in (0, 32):
         plan = tmem.plan_cp(shape, multicast, None, t.desc(2048, k0), 50)
         plan.apply(smem, tm)
+        assert not plan.lints
         words = np.ascontiguousarray(raw_bits("bf16", t.values[:, k0 : k0 + width])).reshape(128, -1).view(np.uint32)
         for quarter, source in enumerate(quarters):
             got = tm[32 * quarter : 32 * quarter + 32, 50 : 50 + width // 2]

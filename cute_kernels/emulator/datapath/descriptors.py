@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 
 from .errors import IllegalOperand
-from .swizzle import SPAN, swizzle_offset
+from .swizzle import REPEAT, SPAN, swizzle_offset
 
 SMEM_BYTES = 228 * 1024
 _TCGEN05_SWIZZLE = {0: "none", 1: "128B_32B-atom", 2: "128B", 4: "64B", 6: "32B"}
@@ -138,6 +138,37 @@ def operand_granules(desc: SmemDesc, major: str, extent: int, k: int, element_by
     granules = address >> 4
     granules.setflags(write=False)
     return granules
+
+
+@lru_cache(maxsize=8192)
+def descriptor_lints(desc: SmemDesc, major: str, extent: int, k: int, element_bytes: int) -> tuple[str, ...]:
+    """What is legal to encode but names no canonical layout (PTX ISA 9.7.16.3.3), in words; usually empty.
+
+    Hardware would read such a tile without complaint, so these are remarks for a checker, not errors: they catch a
+    stride or an address that is off by a field. Arguments as for `operand_granules`.
+    """
+    out = []
+    granules = operand_granules(desc, major, extent, k, element_bytes)
+    if np.unique(granules).size < granules.size:
+        out.append("different elements of the tile share shared-memory bytes")
+    if desc.swizzle != "none":
+        width, repeat = SPAN[desc.swizzle], REPEAT[desc.swizzle]
+        groups = extent > 8 if major == "K" else k > repeat // width
+        if groups and desc.sbo % repeat:
+            out.append(f"SBO {desc.sbo} is no multiple of the {repeat}-byte {desc.swizzle} swizzle pattern")
+        if major == "MN" and extent * element_bytes > width and desc.lbo % repeat:
+            out.append(f"LBO {desc.lbo} is no multiple of the {repeat}-byte {desc.swizzle} swizzle pattern")
+        row, inner = divmod(desc.start % repeat, width)
+        if row and not desc.base_offset:
+            out.append(f"starts in row {row} of the {desc.swizzle} swizzle pattern with base offset 0")
+        if desc.base_offset and not row:
+            out.append(f"base offset {desc.base_offset} although the start address lies on a pattern boundary")
+        if major == "K":
+            if inner + k * element_bytes > width:
+                out.append(f"the K slice starts {inner} bytes into a swizzled row of {width} and crosses its end")
+            elif inner % min(32, k * element_bytes):
+                out.append(f"the K slice starts {inner} bytes into a swizzled row, not on a multiple of its size")
+    return tuple(out)
 
 
 # ---------------------------------------------------------------------- instruction descriptor

@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from .descriptors import decode_smem_desc, operand_granules
+from .descriptors import decode_smem_desc, descriptor_lints, operand_granules
 from .errors import IllegalOperand
 from .tma import merge_ranges
 
@@ -189,14 +189,15 @@ class CpPlan:
         smem_reads: (starts, lengths) int32, the same as merged byte ranges.
         tmem_writes: [(lane0, lanes, column0, columns)].
         bytes: bytes read from one CTA's shared memory.
+        lints: remarks on a descriptor that is legal to encode but names no canonical layout, empty as a rule.
     """
 
-    def __init__(self, granules: np.ndarray, targets: list[tuple[int, int, int]], lane: int, column: int,
-                 stride: int, text: str) -> None:
+    def __init__(self, granules: np.ndarray, targets: list[tuple[int, int, int]], column: int, text: str,
+                 lints: tuple[str, ...]) -> None:
+        self.lints = lints
         self._granules = granules  # [rows, chunks]
         self._targets = targets  # (first lane, lanes, first source row)
         self._column = column
-        self._stride = stride
         self._text = text
         columns = 4 * granules.shape[1]
         self._columns = columns
@@ -269,7 +270,8 @@ def _plan_cp(shape: str, multicast: str | None, decompress: str | None, desc: in
             targets = [(32 * quarter, 32, 0) for quarter in range(4)]
         else:
             targets = [(0, 128, 0)]
-    return CpPlan(granules, targets, lane, column, 32, source.explain(f"tcgen05.cp.{shape} source"))
+    return CpPlan(granules, targets, column, source.explain(f"tcgen05.cp.{shape} source"),
+                  descriptor_lints(source, "K", rows, width, 1))
 
 
 class ShiftPlan:

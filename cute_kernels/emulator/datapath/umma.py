@@ -32,6 +32,7 @@ from .descriptors import (
     InstrDesc,
     decode_idesc,
     decode_smem_desc,
+    descriptor_lints,
     encode_idesc,
     encode_smem_desc,
     explain,
@@ -101,14 +102,17 @@ class MmaPlan:
         smem_granules: [(peer, int64[m])], the same as sorted 16-byte granule indices.
         tmem_reads: [(peer, lane0, lanes, column0, columns)] of A in tensor memory (D is read too when accumulating).
         tmem_writes: the same of D, without lanes that disable-output-lane excludes; with .ashift, of A too.
+        lints: remarks on descriptors that are legal to encode but name no canonical layout, empty as a rule.
         cycles: issue interval by the published B200 table's rule, one CTA's or pair's tensor-core clocks.
         flops: 2*M*N*K.
     """
 
     def __init__(self, idesc: InstrDesc, cta_group: int, layout: str, ws: bool, a: Operand | tuple[int, int],
                  b: Operand, blocks: Sequence[tuple[int, int, int, int, int]], d_lane: int, d_col: int,
-                 disable_lanes: int, scale_input_d: int, operands: tuple, ashift: bool) -> None:
+                 disable_lanes: int, scale_input_d: int, operands: tuple, ashift: bool,
+                 lints: tuple[str, ...]) -> None:
         self.idesc = idesc
+        self.lints = lints
         self.ashift = ashift
         self.cta_group = cta_group
         self.layout = layout
@@ -373,6 +377,7 @@ def _plan(kind: str, cta_group: int, idesc: int, a: int, b_desc: int, d_tmem: in
         raise IllegalOperand("d-tmem column", column, f"{columns} columns pass the last column {TMEM_COLUMNS - 1}")
 
     operand_a: Operand | tuple[int, int]
+    lints: tuple[str, ...] = ()
     if a_is_tmem:
         if d.a_major == "MN":
             raise IllegalOperand("idesc.transpose A", 1, "A in tensor memory cannot be transposed")
@@ -387,9 +392,11 @@ def _plan(kind: str, cta_group: int, idesc: int, a: int, b_desc: int, d_tmem: in
         _check_swizzle("a-desc", desc.swizzle, d.a_major, size)
         rows = d.m // cta_group
         operand_a = Operand(d.atype, operand_granules(desc, d.a_major, rows, d.k, size), d.a_major, rows, d.negate_a)
+        lints += tuple(f"A: {text}" for text in descriptor_lints(desc, d.a_major, rows, d.k, size))
     desc = decode_smem_desc(b_desc)
     _check_swizzle("b-desc", desc.swizzle, d.b_major, size)
     rows = d.n // cta_group
     operand_b = Operand(d.btype, operand_granules(desc, d.b_major, rows, d.k, size), d.b_major, rows, d.negate_b)
+    lints += tuple(f"B: {text}" for text in descriptor_lints(desc, d.b_major, rows, d.k, size))
     return MmaPlan(d, cta_group, layout, ws, operand_a, operand_b, blocks, lane, column, disable_lanes, scale_input_d,
-                   (kind, idesc, a, b_desc, a_is_tmem), ashift)
+                   (kind, idesc, a, b_desc, a_is_tmem), ashift, lints)

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from .descriptors import decode_wgmma_desc, operand_granules
+from .descriptors import decode_wgmma_desc, descriptor_lints, operand_granules
 from .errors import IllegalOperand
 from .formats import STORAGE_BYTES, decode, encode
 from .tma import merge_ranges
@@ -75,11 +75,13 @@ class WgmmaPlan:
         a_registers: 4 when A is in registers, else 0.
         smem_granules: int64, sorted 16-byte granules read (async proxy).
         smem_reads: (starts, lengths) int32, the same as merged byte ranges.
+        lints: remarks on descriptors that are legal to encode but name no canonical layout, empty as a rule.
         flops, cycles: 2*64*N*K, and the tensor-core clocks at the dense rate of an H100 SM.
     """
 
     def __init__(self, n: int, k: int, dtype: str, atype: str, a: Operand | None, b: Operand, negate_a: bool,
-                 saturate: bool, text: str) -> None:
+                 saturate: bool, text: str, lints: tuple[str, ...]) -> None:
+        self.lints = lints
         self.n, self.k, self.dtype, self.atype = n, k, dtype, atype
         self.d_registers = n // 4 if dtype == "f16" else n // 2
         self.a_registers = 0 if a else 4
@@ -187,6 +189,7 @@ def plan_wgmma(
         if scale not in (1, -1) or (scale == -1 and dtype == "s32"):
             raise IllegalOperand(name, scale, "must be 1 or -1 (integers: 1)")
     k = 32 // size
+    lints: tuple[str, ...] = ()
     lines = [f"wgmma m64n{n}k{k} {dtype} {atype} {btype}"]
     a = None
     if a_desc is not None:
@@ -194,10 +197,12 @@ def plan_wgmma(
         major = "MN" if trans_a else "K"
         a = Operand(atype, operand_granules(desc, major, 64, k, size), major, 64, scale_a < 0)
         lines.append(desc.explain(f"A {major}-major"))
+        lints += tuple(f"A: {text}" for text in descriptor_lints(desc, major, 64, k, size))
     else:
         lines.append("A in registers")
     desc = decode_wgmma_desc(b_desc)
     major = "MN" if trans_b else "K"
     b = Operand(btype, operand_granules(desc, major, n, k, size), major, n, scale_b < 0)
     lines.append(desc.explain(f"B {major}-major"))
-    return WgmmaPlan(n, k, dtype, atype, a, b, scale_a < 0, satfinite, "\n".join(lines))
+    lints += tuple(f"B: {text}" for text in descriptor_lints(desc, major, n, k, size))
+    return WgmmaPlan(n, k, dtype, atype, a, b, scale_a < 0, satfinite, "\n".join(lines), lints)
