@@ -75,7 +75,7 @@ class KernelBuilder:
                 try:
                     function = made.load(backend)
                 except Exception as error:
-                    if made.origin != "disk":
+                    if made.origin != "disk" and (made.object_path is None or made.object_path.exists()):
                         raise
                     # Whole, but it does not link here, or another process has just pruned it: compile instead.
                     warnings.warn(

@@ -136,8 +136,14 @@ def lookup(name: str, arch: str, key: str) -> Entry | None:
     return Entry(folder, meta)
 
 
-def publish(name: str, arch: str, key: str, files: dict[str, bytes], meta: dict[str, Any]) -> Entry | None:
-    """Write an entry, replacing what is there; None, after one warning, if that cannot be done."""
+def publish(
+    name: str, arch: str, key: str, files: dict[str, bytes], meta: dict[str, Any], *, replace: bool = False
+) -> Entry | None:
+    """Write an entry in the place of a damaged one, with `replace` of any; None, after one warning, if that cannot be done.
+
+    A whole entry that is there already is returned instead: without the lock (on file systems that have none) several processes may
+    compile one kernel, and those that have loaded the first one's files must not lose them.
+    """
     if not enabled():
         return None
     folder = _folder(name, arch, key)
@@ -154,7 +160,11 @@ def publish(name: str, arch: str, key: str, files: dict[str, bytes], meta: dict[
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
         # Others may read (an image made by root and run by a user), nobody else may write: this is code that processes load.
         temporary.chmod(0o755)
-        _replace(temporary, folder)
+        if not _put(temporary, folder, replace):
+            found = lookup(name, arch, key)
+            if found is not None:
+                return found
+            _put(temporary, folder, True)
         temporary = None
     except OSError as error:
         _warn_once("write", f"compiled kernels cannot be kept in {root()} ({error}); this process compiles without. Set "
@@ -167,19 +177,25 @@ def publish(name: str, arch: str, key: str, files: dict[str, bytes], meta: dict[
     return Entry(folder, meta)
 
 
-def _replace(new: Path, folder: Path) -> None:
-    """Rename the folder `new` to `folder`; what was there moves away first (a folder can replace only an empty one)."""
-    for attempt in range(3):
+def _put(new: Path, folder: Path, replace: bool) -> bool:
+    """Rename the folder `new` to `folder`. What is there moves away first if `replace` (a folder can replace only an empty one),
+    else the answer is False."""
+    for attempt in range(5):
         try:
             os.rename(new, folder)
-            return
+            return True
         except OSError:
-            if attempt == 2 or not folder.exists():
+            if not folder.exists():
+                raise
+            if not replace:
+                return False
+            if attempt == 4:
                 raise
             old = Path(tempfile.mkdtemp(prefix=".old-", dir=folder.parent))
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 os.rename(folder, old / "entry")
             shutil.rmtree(old, ignore_errors=True)
+    return False
 
 
 @contextlib.contextmanager

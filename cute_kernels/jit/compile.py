@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,7 @@ def obtain(builder: KernelBuilder, config: Any, arch: str, line_info: bool = Fal
             stacklevel=3,
         )
         with announced(f"{builder.name} for {arch}"):
-            return _compile(builder, config, arch, options, key, material, start, keep=None)
+            return _compile(builder, config, arch, options, key, material, start, None, fresh)
 
     def from_disk() -> Artifact | None:
         entry = cache.lookup(builder.name, arch, key)
@@ -167,12 +167,15 @@ def obtain(builder: KernelBuilder, config: Any, arch: str, line_info: bool = Fal
         found = None if fresh else from_disk()  # another process or thread may have compiled it while this one waited
         if found is not None:
             return found
-        return _compile(builder, config, arch, options, key, material, start, keep=lambda: sources.stamp(files) == before)
+        unchanged = lambda: sources.stamp(files) == before  # noqa: E731
+        return _compile(builder, config, arch, options, key, material, start, unchanged, fresh)
 
 
 def _compile(
-    builder: KernelBuilder, config: Any, arch: str, options: str, key: str, material: dict[str, Any], start: float, keep: Any
-) -> Artifact:
+    builder: KernelBuilder, config: Any, arch: str, options: str, key: str, material: dict[str, Any], start: float,
+    unchanged: Callable[[], bool] | None, fresh: bool,
+) -> Artifact:  # fmt: skip
+    """Compile now. `unchanged`: asked at the end whether the sources are still those of the key; None: do not keep."""
     with _compiler, tempfile.TemporaryDirectory(prefix="cute_kernels-") as scratch:
         try:
             import cutlass.cute as cute
@@ -196,9 +199,10 @@ def _compile(
             return Artifact(builder.name, arch, config, key, ptx, cubin, smem, None, "compiled", took, compiled)
         took = time.perf_counter() - start
         entry = None
-        if keep is not None and keep():
+        if unchanged is not None and unchanged():
             files = {"kernel.o": data, "kernel.ptx": ptx.encode(), "kernel.cubin": cubin}
-            entry = cache.publish(builder.name, arch, key, files, {**material, "seconds": took, "dynamic_smem": smem})
+            meta = {**material, "seconds": took, "dynamic_smem": smem}
+            entry = cache.publish(builder.name, arch, key, files, meta, replace=fresh)
         if entry is not None:
             path = entry.object_path
         else:

@@ -53,6 +53,14 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(file, damage):
     assert cache.lookup("k", "sm_90a", KEY) is not None
 
 
+def test_a_whole_entry_is_replaced_only_on_request():
+    # Who compiled it first may have loaded those very files.
+    cache.publish("k", "sm_90a", KEY, FILES, {"by": "first"})
+    assert cache.publish("k", "sm_90a", KEY, FILES, {"by": "second"}).meta["by"] == "first"
+    assert cache.publish("k", "sm_90a", KEY, FILES, {"by": "third"}, replace=True).meta["by"] == "third"
+    assert cache.lookup("k", "sm_90a", KEY).meta["by"] == "third"
+
+
 def test_an_entry_of_another_arch_or_key_is_a_miss():
     # A wrong-arch object links without complaint and fails at launch only, so it must not get that far.
     source = cache.publish("k", "sm_90a", KEY, FILES, {}).folder
@@ -177,7 +185,7 @@ def test_an_unloadable_entry_is_compiled_anew(toy_kernel):
     made = toy.artifact(config(2.0), "sm_90a")
     # Whole by its own account, but no object file.
     material = json.loads((made.object_path.parent / "meta.json").read_text())
-    cache.publish(toy.name, "sm_90a", made.key, {**FILES, "kernel.ptx": made.ptx.encode()}, material)
+    cache.publish(toy.name, "sm_90a", made.key, {**FILES, "kernel.ptx": made.ptx.encode()}, material, replace=True)
     with pytest.warns(RuntimeWarning, match="does not load, compiling anew"):
         toy(config(2.0), "sm_90a")
     assert toy_kernel.compiles == 2
