@@ -71,11 +71,11 @@ def check(result, q, k, v, lengths, **options):
     assert lse_error.numel() == 0 or float(lse_error.max()) < 1e-4, f"lse: error {float(lse_error.max()):.3g}"
 
 
-def make(b, h_q, h_kv, s, d, capacity, lengths, dtype=torch.bfloat16, seed=0):
+def make(b, h_q, h_kv, s, d, capacity, lengths, dtype=torch.bfloat16, seed=0, device="cuda"):
     """q and caches whose rows at or past each length are NaN."""
-    gen = torch.Generator("cuda").manual_seed(seed)
+    gen = torch.Generator(device).manual_seed(seed)
     q, k, v = (
-        torch.randn(shape, generator=gen, device="cuda").to(dtype)
+        torch.randn(shape, generator=gen, device=device).to(dtype)
         for shape in ((b, h_q, s, d), (b, h_kv, capacity, d), (b, h_kv, capacity, d))
     )
     for i in range(b):
@@ -289,16 +289,26 @@ def test_graph_replays_every_length():
 
 
 @hopper
+@pytest.mark.parametrize("stages", [1, 2])
+def test_stages_do_not_change_bits(stages):
+    from cute_kernels.kernels.sm90.decode import choose
+
+    for n in LENGTHS[1:]:
+        q, k, v = make(1, 32, 8, 1, 128, n + 5, [n], seed=n)
+        variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(stages=stages)
+        assert same(run(q, k, v, n), run(q, k, v, n, variant=variant)), n
+
+
+@hopper
 @pytest.mark.full
 def test_fuzz():
+    """300 cases of 25 variants (compiling one costs more than running it)."""
     import random
 
     rng = random.Random(7)
-    for case in range(300):
-        d = rng.choice([64, 128])
-        group, h_kv, b = rng.choice([1, 2, 4, 7, 8, 16]), rng.choice([1, 2, 8]), rng.randint(1, 5)
-        s = rng.choice([1, 1, 1, 2, 3, 8])
-        lengths = [rng.choice([0, 1, rng.randint(1, 200), rng.randint(1, 3000)]) for _ in range(b)]
+    for kind in range(25):
+        d, group, s = rng.choice([64, 128, 128]), rng.choice([1, 2, 4, 7, 8, 16]), rng.choice([1, 1, 2, 3, 8])
+        h_kv = rng.choice([2, 8])
         options = {}
         if rng.random() < 0.3:
             options["window_left"] = rng.choice([0, 5, 64, 1000])
@@ -306,8 +316,12 @@ def test_fuzz():
             options["softcap"] = rng.choice([3.0, 50.0])
         if rng.random() < 0.3:
             options["attn_sink"] = torch.randn(group * h_kv, device="cuda")
-        q, k, v = make(b, group * h_kv, h_kv, s, d, max(lengths) + rng.randint(0, 300), lengths, seed=case)
-        try:
-            check(run(q, k, v, device_lengths(lengths), **options), q, k, v, lengths, **options)
-        except AssertionError as error:
-            raise AssertionError(f"case {case}: d {d} group {group} h_kv {h_kv} s {s} {lengths} {options}: {error}") from error
+        for case in range(12):
+            b = rng.randint(1, 5)
+            lengths = [rng.choice([0, 1, rng.randint(1, 200), rng.randint(1, 3000)]) for _ in range(b)]
+            q, k, v = make(b, group * h_kv, h_kv, s, d, max(lengths) + rng.randint(0, 300), lengths, seed=12 * kind + case)
+            try:
+                check(run(q, k, v, device_lengths(lengths), **options), q, k, v, lengths, **options)
+            except AssertionError as error:
+                what = f"variant {kind}: d {d} group {group} h_kv {h_kv} s {s} {options}, {lengths}"
+                raise AssertionError(f"{what}: {error}") from error
