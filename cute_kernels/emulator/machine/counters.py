@@ -73,9 +73,8 @@ def tally(machine) -> Counters:
     for item in program.items:
         classes: Counter = Counter(classify(i) for i in item.instrs)
         ops = Counter(i.op for i in item.instrs)
-        exps = sum(i.base == "ex2" for i in item.instrs)
-        width = 2 if any("x2" in i.op for i in item.instrs if i.base == "ex2") else 1
-        per_item.append((classes, ops, exps * 32 * width))
+        exps = sum(2 if i.mods[-1].endswith("x2") else 1 for i in item.instrs if i.base == "ex2")
+        per_item.append((classes, ops, exps * 32))
     signatures: dict[frozenset, list[int]] = defaultdict(list)
     for index, counts in machine.warp_counts.items():
         signatures[frozenset(k for k, n in enumerate(counts) if n)].append(index)

@@ -296,10 +296,10 @@ def _arith(em: Emitter, ins: Instr) -> None:
         x, y = em.src(a, "U"), em.src(b, "U")
         return em.put(d, "U", f"{n}({x}.view({kind}), {y}.view({kind})).view(uint32)")
     if base in ("min", "max"):
-        em.line(f"{base}imum({em.src(a, view)}, {em.src(b, view)}, {em.dst(d, view)})")
+        out = em.dst(d, view)
+        em.line(f"{base}imum({em.src(a, view)}, {em.src(b, view)}, out={out})")
         if "relu" in mods:
-            o = em.lines[-1].rsplit(", ", 1)[1][:-1]
-            em.line(f"maximum({o}, {em.const(view, 0)}, {o})")
+            em.line(f"maximum({out}, {em.const(view, 0)}, out={out})")
         return None
     if "sat" in mods:
         return em.put(d, "S", f"V.add_sat({em.src(a, 'S')}, {em.src(b, 'S')}, {base == 'sub'})")
@@ -362,7 +362,7 @@ def _float_arith(em: Emitter, ins: Instr, t: str) -> None:
         if "sat" in mods:
             x = f"V.saturate({x})"
         return em.put(d, view, f"V.ftz({x})" if "ftz" in mods else x)
-    return em.line(f"{f}({a}, {rest[0]}, {em.dst(d, view)})")
+    return em.line(f"{f}({a}, {rest[0]}, out={em.dst(d, view)})")
 
 
 def _bf16_op(em, ins, t, d, srcs, mods) -> None:

@@ -109,15 +109,10 @@ def run_ptx(
     if len(args) != len(formal):
         raise ValueError(f"{entry} takes {len(formal)} arguments, {len(args)} given")
     arrays = [a for a in args if isinstance(a, np.ndarray) and a.ndim > 0]
-    maps = [a for a in args if hasattr(a, "encode") and hasattr(a, "box")]
-    backing = [m.array for m in maps if getattr(m, "array", None) is not None]
-    placement = _Placement(arrays + backing)
+    placement = _Placement(arrays)
     memory = GlobalMemory()
     names = {_bounds(a)[0]: f"argument {k}" for k, a in enumerate(args) if isinstance(a, np.ndarray) and a.size}
     placement.register(memory, names)
-    moved: dict[int, int] = {}
-    for lo, hi, base, _, _, _ in placement.spans:
-        moved[lo] = base - lo
     params = bytearray()
     for var, a in zip(formal, args):
         params += b"\0" * (-len(params) % max(var.align, 1))
@@ -161,8 +156,6 @@ def _encode_map(tmap, placement: _Placement, memory: GlobalMemory) -> bytes:
     for lo, hi, base, _, _, _ in placement.spans:
         if lo <= tmap.address < hi:
             return dataclasses.replace(tmap, address=base + tmap.address - lo).encode()
-    size = tmap.dims[0] * tmap.element_bits // 8 if not tmap.strides_bytes else None
-    if size is None:
-        size = sum((d - 1) * s for d, s in zip(tmap.dims[1:], tmap.strides_bytes)) + tmap.dims[0] * tmap.element_bits // 8
+    size = sum((d - 1) * t for d, t in zip(tmap.dims[1:], tmap.strides)) + tmap.dims[0] * tmap.element_bits // 8
     memory.add(tmap.address, size, name="tensor map's array")
     return tmap.encode()

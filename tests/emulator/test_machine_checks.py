@@ -1,0 +1,239 @@
+"""Every check finds its fault, and reports its kind, its line and the other access; the repaired kernel is clean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ptx_harness import kernel
+from test_machine_simt import BULK, STORE, WAIT, pipeline
+
+from cute_kernels.emulator import Deadlock, EmulationError, run_ptx
+
+
+def kinds(record) -> set[str]:
+    return {h.kind for h in record.hazards}
+
+
+def line_of(text: str, needle: str) -> int:
+    return next(k + 1 for k, line in enumerate(text.split("\n")) if needle in line)
+
+
+def run(body: str, *, shared: str = "", block: int = 64, args: int = 1, words: int = 256, **kw):
+    """Runs on zeros; a fault's record is taken from the error."""
+    text = kernel(body, params=args, shared=shared)
+    arrays = [np.zeros(words, np.uint32) for _ in range(args)]
+    try:
+        record = run_ptx(text, kw.pop("grid", 1), block, arrays, **kw)
+        return text, record, None
+    except EmulationError as e:
+        return text, e.record, e
+
+
+EXCHANGE = (
+    "mov.u32 %r2, buf;\nmad.lo.u32 %r3, %tx, 4, %r2;\nst.shared.u32 [%r3], %tx;\nbar.sync 0;\nxor.b32 %r4, %tx, 32;\n"
+    "mad.lo.u32 %r3, %r4, 4, %r2;\nld.shared.u32 %r1, [%r3];\n" + STORE
+)
+BUF = ".shared .align 4 .b32 buf[64];"
+
+
+def test_missing_block_barrier_is_a_race():
+    _, clean, _ = run(EXCHANGE, shared=BUF)
+    assert clean.hazards == []
+    text, record, _ = run(EXCHANGE.replace("bar.sync 0;\n", ""), shared=BUF, schedule="random", seed=5)
+    found = {h.kind: h for h in record.hazards}
+    race = found.get("race-read-after-write-shared") or found["race-write-after-read-shared"]
+    lines = {line_of(text, "st.shared"), line_of(text, "ld.shared")}
+    assert {race.ptx_line, race.other_line} == lines
+
+
+def test_missing_barrier_before_reuse():
+    """Every thread overwrites its own slot, which a thread of the other warp reads."""
+    reuse = "\nmad.lo.u32 %r3, %tx, 4, %r2;\nst.shared.u32 [%r3], 1;"
+    text, record, _ = run(EXCHANGE + reuse, shared=BUF)
+    assert kinds(record) <= {"race-write-after-read-shared", "race-read-after-write-shared"} and record.hazards
+    assert run(EXCHANGE + "\nbar.sync 0;" + reuse, shared=BUF)[1].hazards == []
+
+
+def test_sub_word_neighbours_are_not_a_race():
+    """Two warps write different bytes of one word: no conflict; the same byte: a conflict."""
+    body = "mov.u32 %r2, buf;\nshr.u32 %r3, %tx, 5;\nadd.u32 %r4, %r2, %r3;\nand.b32 %r5, %tx, 31;\nsetp.eq.u32 %p1, %r5, 0;\n@%p1 st.shared.u8 [%r4], %tx;\n"
+    assert run(body, shared=BUF)[1].hazards == []
+    assert kinds(run(body.replace("add.u32 %r4, %r2, %r3", "mov.u32 %r4, %r2"), shared=BUF)[1]) == {"race-write-after-write-shared"}
+
+
+def test_uninitialised_shared_memory():
+    text, record, _ = run("ld.shared.u32 %r1, [buf+8];\n" + STORE, shared=BUF)
+    (h,) = record.hazards
+    assert h.kind == "uninitialised-shared" and h.ptx_line == line_of(text, "ld.shared")
+
+
+def test_uninitialised_register():
+    body = "setp.lt.u32 %p1, %tx, 7;\n@%p1 mov.u32 %r1, 5;\nadd.u32 %r1, %r1, 1;\n" + STORE
+    text, record, _ = run(body)
+    (h,) = record.hazards
+    assert h.kind == "uninitialised-register" and h.ptx_line == line_of(text, "st.global")
+    assert run("mov.u32 %r1, 0;\n" + body)[1].hazards == []
+    selected = "setp.lt.u32 %p1, %tx, 7;\n@%p1 mov.u32 %r1, 5;\nadd.u32 %r1, %r1, 1;\nselp.u32 %r1, %r1, 0, %p1;\n" + STORE
+    assert run(selected)[1].hazards == []  # garbage that is selected away is no fault
+
+
+@pytest.mark.parametrize(
+    "body,kind",
+    [
+        ("st.global.u32 [%a0+4096], 1;", "out-of-bounds-global"),
+        ("ld.global.u32 %r1, [%a0+-4];\n" + STORE, "out-of-bounds-global"),
+        ("ld.global.u32 %r1, [%a0+2];\n" + STORE, "misaligned"),
+        ("mov.u32 %r2, buf;\nst.shared.u32 [%r2+100000], 1;", "out-of-bounds-shared"),
+    ],
+)
+def test_bad_addresses(body, kind):
+    text, record, error = run(body, shared=BUF)
+    assert error is not None and kinds(record) == {kind} and f"PTX line {record.hazards[0].ptx_line}" in str(error)
+
+
+def test_global_races_between_ctas():
+    body = "mov.u32 %r1, %ctaid.x;\nsetp.eq.u32 %p1, %tx, 0;\n@%p1 st.global.u32 [%a0], %r1;"
+    assert kinds(run(body, grid=2)[1]) == {"race-write-after-write-global"}
+    assert run(body.replace("st.global.u32", "red.global.add.u32"), grid=2)[1].hazards == []
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+def test_bulk_copy_mutants(schedule):
+    def go(shared_body, **kw):
+        shared, body = shared_body
+        return run(body, shared=shared, args=2, schedule=schedule, **kw)
+
+    assert go(pipeline(BULK))[1].hazards == []
+    # no wait
+    text, record, _ = go(pipeline(BULK, wait=""))
+    assert "race-read-after-write-shared" in kinds(record) or "uninitialised-shared" in kinds(record)
+    assert {h.ptx_line for h in record.hazards} <= {line_of(text, "ld.shared"), line_of(text, "cp.async.bulk")}
+    # too few bytes expected
+    shared, body = pipeline(BULK)
+    _, record, error = run(body.replace("%d9, [%r2], 1024", "%d9, [%r2], 512"), shared=shared, args=2, schedule=schedule)
+    assert isinstance(error, Deadlock) and "512 bytes of tx-count pending" in str(error)
+    # wrong parity: passes at once
+    _, record, _ = go(pipeline(BULK, wait=WAIT.format(bar="%r2", parity=1)))
+    assert kinds(record) & {"race-read-after-write-shared", "uninitialised-shared"}
+    # no barrier between init and use by other warps
+    shared, body = pipeline(BULK)
+    _, record, error = run(body.replace("bar.sync 0;\n", ""), shared=shared, args=2, schedule=schedule)
+    assert kinds(record) & {"mbarrier-init-race", "mbarrier-uninitialised"}
+
+
+PROXY = """
+mov.u32 %r2, buf;
+mad.lo.u32 %r3, %tx, 4, %r2;
+st.shared.u32 [%r3], %tx;
+fence.proxy.async.shared::cta;
+bar.sync 0;
+setp.ne.u32 %p1, %tx, 0;
+@%p1 exit;
+cp.async.bulk.global.shared::cta.bulk_group [%a0], [%r2], 256;
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group.read 0;
+"""
+BUF16 = ".shared .align 16 .b32 buf[64];"
+
+
+def test_generic_to_async_proxy():
+    assert run(PROXY, shared=BUF16)[1].hazards == []
+    text, record, _ = run(PROXY.replace("fence.proxy.async.shared::cta;\n", ""), shared=BUF16)
+    (h,) = record.hazards
+    assert h.kind == "proxy-fence" and h.ptx_line == line_of(text, "cp.async.bulk.global") and h.other_line == line_of(text, "st.shared")
+    after = PROXY.replace("fence.proxy.async.shared::cta;\nbar.sync 0;", "bar.sync 0;\nfence.proxy.async.shared::cta;")
+    assert run(after, shared=BUF16)[1].hazards == []  # by the reader, after the synchronisation
+    assert kinds(run(PROXY.replace("cp.async.bulk.wait_group.read 0;", ""), shared=BUF16)[1]) == {"bulk-store-at-exit"}
+
+
+def mbar(body: str) -> str:
+    return "mov.u32 %r2, bars;\nsetp.ne.u32 %p1, %tx, 0;\n@%p1 exit;\n" + body
+
+
+BARS = ".shared .align 8 .b64 bars[2];"
+
+
+@pytest.mark.parametrize(
+    "body,kind",
+    [
+        ("mbarrier.arrive.shared.b64 %d1, [%r2];", "mbarrier-uninitialised"),
+        ("mbarrier.init.shared.b64 [%r2], 1;\nmbarrier.init.shared.b64 [%r2], 2;", "mbarrier-reinit"),
+        ("mbarrier.init.shared.b64 [%r2], 1;\nmbarrier.arrive.shared.b64 %d1, [%r2], 3;", "mbarrier-underflow"),
+        ("mbarrier.init.shared.b64 [%r2], 1;\nst.shared.u32 [%r2+4], 0;", "mbarrier-overwritten"),
+        ("mbarrier.init.shared.b64 [%r2], 1;\nmbarrier.complete_tx.shared.b64 [%r2], 16;", "mbarrier-tx-at-exit"),
+    ],
+)
+def test_mbarrier_misuse(body, kind):
+    _, record, _ = run(mbar(body), shared=BARS, block=32)
+    assert kind in kinds(record)
+
+
+def test_deadlock_report():
+    body = mbar("mbarrier.init.shared.b64 [%r2], 3;\nmbarrier.arrive.shared.b64 %d1, [%r2];\n" + WAIT.format(bar="%r2", parity=0))
+    text, record, error = run(body, shared=BARS, block=32)
+    assert isinstance(error, Deadlock)
+    message = str(error)
+    assert "2 of 3 arrivals pending" in message and "parity 0" in message and f"PTX line {line_of(text, 'try_wait')}" in message
+    text, record, error = run("setp.lt.u32 %p1, %tx, 32;\n@%p1 bra D;\nbar.sync 1, 64;\nD:\n")
+    assert isinstance(error, Deadlock) and "barrier 1: 32 of 64 threads arrived" in str(error)
+
+
+def test_divergent_aligned_barrier():
+    text, record, _ = run("setp.lt.u32 %p1, %tx, 5;\n@%p1 bra A;\nbar.sync 0;\nbra J;\nA: bar.sync 0;\nJ:\n", block=32)
+    assert "divergent-barrier" in kinds(record)
+
+
+def tmem(body: str, alloc: str = "32", free: str = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;") -> str:
+    return (
+        f"mov.u32 %r2, slot;\ntcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], {alloc};\nbar.sync 0;\nld.shared.u32 %r5, [slot];\n"
+        + body + "\n" + free
+    )
+
+
+SLOT = ".shared .align 4 .b32 slot;"
+ROUND = (
+    "mov.u32 %r6, 3;\ntcgen05.st.sync.aligned.32x32b.x2.b32 [%r5], {%tx, %r6};\ntcgen05.wait::st.sync.aligned;\n"
+    "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1, %r7}, [%r5];\ntcgen05.wait::ld.sync.aligned;\n" + STORE
+)
+
+
+def test_tensor_memory_round_trip_and_faults():
+    _, record, _ = run(tmem(ROUND), shared=SLOT, block=32)
+    assert record.hazards == []
+    for mutant, kind in [
+        (tmem(ROUND, free=""), "tmem-leak"),
+        (tmem(ROUND, free="tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 64;"), "tmem-dealloc"),
+        (tmem(ROUND.replace("tcgen05.wait::st.sync.aligned;\n", "")), "race-read-after-write-tmem"),
+        (tmem("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r5];\ntcgen05.wait::ld.sync.aligned;\n" + STORE), "uninitialised-tmem"),
+        (tmem(ROUND.replace("mov.u32 %r6, 3;", "mov.u32 %r6, 3;\nadd.u32 %r8, %r5, 40;").replace("[%r5]", "[%r8]")), "tmem-unallocated"),
+        (tmem(ROUND.replace("mov.u32 %r6, 3;", "mov.u32 %r6, 3;\nadd.u32 %r8, %r5, 0x200000;").replace("[%r5]", "[%r8]")), "illegal-operand"),
+        (tmem(ROUND, alloc="48"), "tmem-alloc"),
+    ]:
+        _, record, _ = run(mutant, shared=SLOT, block=32)
+        assert kind in kinds(record), (kind, record.hazards, record.error)
+
+
+def test_tensor_memory_allocation_blocks():
+    """A second CTA-wide allocation waits for the first to be freed; without that it is a deadlock that says so."""
+    body = tmem("", alloc="512", free="tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], 32;")
+    _, record, error = run(body, shared=SLOT, block=32)
+    assert isinstance(error, Deadlock) and "tcgen05.alloc of 32 columns: 0 of 512 are free" in str(error)
+
+
+def test_register_budget():
+    body = "setmaxnreg.inc.sync.aligned.u32 232;\n"
+    _, record, error = run(body, block=512, words=1)
+    assert isinstance(error, Deadlock) and "setmaxnreg.inc to 232" in str(error)
+    _, record, _ = run("setmaxnreg.inc.sync.aligned.u32 64;\n", block=512)
+    assert kinds(record) == {"setmaxnreg"}
+
+
+def test_checks_off_reports_nothing():
+    assert run(EXCHANGE.replace("bar.sync 0;\n", ""), shared=BUF, checks="off")[1].hazards == []
+
+
+def test_hazards_carry_source_lines():
+    body = '.loc 1 77 1\nld.shared.u32 %r1, [buf];\n' + STORE
+    text = kernel(body, shared=BUF).replace(".address_size 64\n", '.address_size 64\n.file 1 "model.py"\n')
+    record = run_ptx(text, 1, 32, [np.zeros(32, np.uint32)])
+    assert record.hazards[0].source == "model.py:77" and "model.py:77" in str(record.hazards[0])
