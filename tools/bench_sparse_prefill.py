@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Check and time the Hopper sparse prefill kernel beside FlashMLA, in one process on the same inputs. Needs an H100 or H200.
 
-    python tools/bench_sparse_prefill.py --check                 a grid of small cases against a float64 reference
-    python tools/bench_sparse_prefill.py --time --csv FILE       interleaved rounds, medians, ratio to FlashMLA
+    python tools/bench_sparse_prefill.py --check                           small cases against a float64 reference
+    python tools/bench_sparse_prefill.py --time --csv FILE --plot FILE.png interleaved rounds, medians, ratio to FlashMLA
+    python tools/bench_sparse_prefill.py --from FILE --plot FILE.png       the plot of an earlier CSV file, with no GPU
 
 FlashMLA is the PyPI package sgl-flash-mla (its SM90 kernel, use_legacy=True); without it only ours is timed.
-TFLOP/s counts 2 * rows * heads * keys * (d_qk + 512) over the keys that a row lists, masked or not.
+TFLOP/s counts 2 * heads * keys * (d_qk + 512) over the keys that the rows list (up to their lengths), masked or not.
 """
 
 from __future__ import annotations
@@ -334,7 +335,9 @@ def flash_mla():
     except ImportError as error:
         print(f"FlashMLA is not timed: {error}")
         return None
-    return lambda a: flash_mla_sparse_fwd(a["q"], a["kv"], a["indices"], a["sm_scale"], use_legacy=True)
+    return lambda a: flash_mla_sparse_fwd(
+        a["q"], a["kv"], a["indices"], a["sm_scale"], topk_length=a.get("topk_length"), use_legacy=True
+    )
 
 
 SHAPES = (
@@ -343,7 +346,25 @@ SHAPES = (
     (4096, 64, 2048, 32768, 576),
     (4096, 64, 2048, 32768, 512),
     (21000, 64, 2048, 21000, 576),
+    (8192, 64, 256, 32768, 576),
+    (8192, 64, 512, 32768, 576),
 )
+
+
+def time_case(writer, peer, args: dict, title: str, flops: float, extra: dict | None) -> None:
+    """Time ours, `extra` and FlashMLA on one input; before that compare ours with FlashMLA's results."""
+    results = outputs(args)
+    functions = {"ours": lambda: run_ours(args, results)}
+    for name, f in (extra or {}).items():
+        functions[name] = lambda f=f: f(args, results)
+    if peer:
+        functions["FlashMLA"] = lambda: peer(args)
+        theirs = peer(args)
+        run_ours(args, results)
+        tolerances = ((8e-4, 3.01 / 128, 7e-6), (1e-5, 1e-5, 1e-7), (1e-5, 1e-5, 1e-7))
+        texts = [differences(a, b.double(), *t) for a, b, t in zip(results, theirs[:3], tolerances)]
+        print("agreement with FlashMLA:", *(text or "yes" for text in texts))
+    report(writer, title, functions, flops)
 
 
 def timing(writer, extra: dict | None = None) -> None:
@@ -351,24 +372,20 @@ def timing(writer, extra: dict | None = None) -> None:
     peer = flash_mla()
     for s_q, h_q, topk, s_kv, d in SHAPES:
         args = timing_inputs(s_q, h_q, topk, s_kv, d)
-        results = outputs(args)
-        functions = {"ours": lambda a=args, r=results: run_ours(a, r)}
-        for name, f in (extra or {}).items():
-            functions[name] = lambda a=args, r=results, f=f: f(a, r)
-        if peer:
-            functions["FlashMLA"] = lambda a=args: peer(a)
-            theirs = peer(args)
-            run_ours(args, results)
-            text = differences(results[0], theirs[0].double(), 8e-4, 3.01 / 128, 7e-6)
-            stats = (
-                differences(a, b.double(), 1e-5, 1e-5, 1e-7) for a, b in zip(results[1:], theirs[1:3], strict=True)
-            )
-            print("agreement with FlashMLA:", text or "yes", *(t or "yes" for t in stats))
-        report(writer, f"s_q {s_q} h {h_q} topk {topk} s_kv {s_kv} d {d}", functions, 2 * s_q * h_q * topk * (d + 512))
+        title = f"s_q {s_q} h {h_q} topk {topk} s_kv {s_kv} d {d}"
+        time_case(writer, peer, args, title, 2 * s_q * h_q * topk * (d + 512), extra)
+    for h_q in (64, 128):
+        args = timing_inputs(4096, h_q, 2048, 32768, 576)
+        g = torch.Generator(device="cuda").manual_seed(3)
+        args["topk_length"] = torch.randint(0, 2049, (4096,), device="cuda", dtype=torch.int32, generator=g)
+        title = f"s_q 4096 h {h_q} topk 2048 s_kv 32768 d 576, lengths uniform in [0, 2048]"
+        time_case(writer, peer, args, title, 2 * h_q * int(args["topk_length"].sum()) * 1088, extra)
     for heads, group in ((16, 4), (8, 8), (16, 8)):
         args = grouped_inputs(21000, heads, group, 2048, 21000, 576)
         results = outputs(args)
-        plain = {k: v for k, v in args.items() if not k.startswith("head_group")}
+        # without a mask; ours skips the padding's empty blocks by itself, FlashMLA is given the length
+        plain = {k: v for k, v in args.items() if k in ("q", "kv", "indices", "sm_scale")}
+        lengths = plain | {"topk_length": args["topk_length"]}
         functions = {
             "ours, masked": lambda a=args, r=results: run_ours(a, r),
             "ours, no mask": lambda a=plain, r=results: run_ours(a, r),
@@ -376,11 +393,11 @@ def timing(writer, extra: dict | None = None) -> None:
         for name, f in (extra or {}).items():
             functions[name] = lambda a=args, r=results, f=f: f(a, r)
         if peer and heads * group in (64, 128):
-            functions["FlashMLA"] = lambda a=plain: peer(a)
+            functions["FlashMLA"] = lambda a=lengths: peer(a)
         keys = int(args["topk_length"][0])
         flops = 2 * args["q"].shape[0] * heads * group * keys * 1088
         report(writer, f"21000 tokens x {heads} heads in groups of {group}: union {keys}", functions, flops)
-        del args, results, plain, functions
+        del args, results, plain, lengths, functions
         torch.cuda.empty_cache()
 
 
@@ -403,17 +420,59 @@ def report(writer, title: str, functions: dict, flops: float) -> None:
         )
 
 
+class Writer:
+    """Writes CSV rows and keeps them."""
+
+    def __init__(self, writer, rows: list[list[str]]):
+        self.writer, self.rows = writer, rows
+
+    def writerow(self, row: list[str]) -> None:
+        self.writer.writerow(row)
+        self.rows.append(row)
+
+
+def plot(rows: list[list[str]], path: str) -> None:
+    """Bars of TFLOP/s, one group per input. rows: as in the CSV file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    titles = list(dict.fromkeys(row[2] for row in rows))
+    names = list(dict.fromkeys(row[3] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.6 * len(titles)), layout="constrained")
+    height = 0.8 / len(names)
+    for i, name in enumerate(names):
+        values = {row[2]: float(row[5]) for row in rows if row[3] == name}
+        places = [t + i * height for t, title in enumerate(titles) if title in values]
+        bars = axes.barh(places, [values[t] for t in titles if t in values], height, label=name)
+        axes.bar_label(bars, fmt="%.0f", fontsize=7)
+    axes.set_yticks([t + 0.4 - height / 2 for t in range(len(titles))], titles, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"TFLOP/s, {rows[0][1]}, {rows[0][0]}")
+    axes.legend(loc="lower right", fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--check", action="store_true")
     p.add_argument("--part", default="0/1", help="i/n: only every n-th case of --check, from the i-th")
     p.add_argument("--time", action="store_true")
     p.add_argument("--csv", default=os.devnull)
+    p.add_argument("--plot", help="PNG file of the timings")
+    p.add_argument("--from", dest="source", help="plot this CSV file instead of timing")
     a = p.parse_args()
     failed = check(*map(int, a.part.split("/"))) if a.check else 0
+    rows: list[list[str]] = []
     if a.time:
         with open(a.csv, "w", newline="") as f:
-            timing(csv.writer(f))
+            timing(Writer(csv.writer(f), rows))
+    if a.source:
+        with open(a.source, newline="") as f:
+            rows = list(csv.reader(f))
+    if a.plot and rows:
+        plot(rows, a.plot)
     raise SystemExit(bool(failed))
 
 

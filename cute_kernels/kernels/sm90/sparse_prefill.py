@@ -16,6 +16,7 @@ from cute_kernels.jit import current_target, kernel_builder
 ARCH = "sm_90a"
 D_QK = (512, 576)
 D_V = 512
+MAX_GRID = 2**31 - 1
 
 
 class Config(NamedTuple):
@@ -146,7 +147,10 @@ def launch(
         return
     target = current_target(q.device)
     config = config_of(q, sm_scale, attn_sink, topk_length, head_group_mask, head_group_size)
+    # A persistent grid saves 2.3 us per row of a CTA (4 % at topk 2048), but deals rows out without a look at their lengths: with
+    # lengths uniform in [0, 2048], one CTA per row was 7 to 10 % faster on an H200. Grouped lists have nearly equal lengths.
+    max_ctas = MAX_GRID if config.has_length and not config.has_mask else target.num_sms
     _function(config, target)(
         q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, float(sm_scale),
-        head_group_size.bit_length() - 1, target.num_sms,
+        head_group_size.bit_length() - 1, max_ctas,
     )  # fmt: skip

@@ -32,7 +32,7 @@ from cute_kernels.kernels.sm90.sparse_layout import (
 class RowList:
     """One query row's key list, as this thread sees it (plain attributes; the values live in registers)."""
 
-    def __init__(self, lane, sub, s_kv, length, n_blocks, idx_row, mask_row, lane_has_group):
+    def __init__(self, lane, sub, s_kv, length, n_blocks, idx_row, mask_row, mask_stride, lane_has_group):
         self.lane = lane
         self.sub = sub  # this thread gathers rows sub + 16 * i of a block
         self.s_kv = s_kv
@@ -40,6 +40,7 @@ class RowList:
         self.n_blocks = n_blocks
         self.idx_row = idx_row  # address of the row's first index
         self.mask_row = mask_row  # address of the mask bytes of group (first group + lane) in block 0
+        self.mask_stride = mask_stride  # bytes from one 128-key block of the mask to the next
         self.lane_has_group = lane_has_group
 
 
@@ -60,8 +61,8 @@ class Producer:
             raw[at + 1] = dev.load_global_u32(keys.idx_row + Int64(pos) * 4 + 128)
         if const_expr(self.has_mask):
             if keys.lane_has_group and block < keys.n_blocks:
-                # a 128-key block of the mask has 128 bytes, 16 per group: two blocks of 64 keys
-                w0, w1 = dev.load_global_v2(keys.mask_row + Int64(block >> 1) * 128 + Int64((block & 1) * 8))
+                # 16 bytes per group and 128-key block of the mask: two blocks of 64 keys
+                w0, w1 = dev.load_global_v2(keys.mask_row + Int64(block >> 1) * keys.mask_stride + Int64((block & 1) * 8))
                 raw[at + 2] = w0
                 raw[at + 3] = w1
 
@@ -184,16 +185,18 @@ class Producer:
             n_blocks = (length + (BLOCK - 1)) // BLOCK
             idx_row = mIdx.iterator.toint() + Int64(token) * (Int64(mIdx.stride[0]) * 4)
             mask_row = Int64(0)
+            mask_stride = Int64(0)
             lane_has_group = Boolean(False)
             if const_expr(self.has_mask):
                 # the groups of this CTA's heads; the mask bytes of absent groups are not read
                 first_group = first_head >> group_shift
                 n_groups = cutlass.min((h_q >> group_shift) - first_group, cutlass.max(64 >> group_shift, Int32(1)))
                 lane_has_group = lane < cutlass.min(n_groups, Int32(8))
+                mask_stride = Int64(mMask.stride[1])
                 mask_row = (
                     mMask.iterator.toint() + Int64(token) * Int64(mMask.stride[0]) + Int64((first_group + lane) * 16)
                 )
-            keys = RowList(lane, sub, mKV.shape[0], length, n_blocks, idx_row, mask_row, lane_has_group)
+            keys = RowList(lane, sub, mKV.shape[0], length, n_blocks, idx_row, mask_row, mask_stride, lane_has_group)
             cursor = Int32(0)
             self.load_raw(raw, 0, Int32(0), keys)
             self.load_raw(raw, 4, Int32(1), keys)
