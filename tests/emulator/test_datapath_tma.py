@@ -253,3 +253,34 @@ def test_replace_field_and_explain():
     assert "dims=(64, 8)" in text and "128B" in text
     with pytest.raises(IllegalOperand, match="no tensor map"):
         TensorMap.decode(b"\xff" * 128)
+
+
+# Words 1-7 of tensor maps that CuTe DSL 4.8.1's host code packed for published kernels (FlashAttention-4, cudnn-frontend,
+# NVIDIA's examples): dtype, dims, byte strides, box, swizzle, words. The DSL sets bit 1 of word 1, the driver does not.
+PACKED_BY_CUTE = [
+    ("bf16", (64, 256, 2, 1), (256, 128, 65536), (64, 128, 1, 1), "128B",
+     [0x1000046532, 0x100000000008, 0, 0xFF0000003F, 0x1, 0x3F00000000000000, 0x7F]),
+    ("bf16", (64, 2, 256, 2, 1), (128, 512, 256, 131072), (64, 2, 64, 1, 1), "128B",
+     [0x800246542, 0x1000000020, 0x2000, 0x10000003F, 0x1000000FF, 0x3F00000000000000, 0x3F01]),
+    ("bf16", (512, 512), (1024,), (64, 1), "128B",
+     [0x4000246512, 0, 0, 0x1FF000001FF, 0, 0x3F00000000000000, 0]),
+    ("bf16", (64, 128, 2, 4, 2), (1024, 512, 128, 131072), (64, 64, 2, 4, 1), "128B",
+     [0x4000246542, 0x800000020, 0x2000, 0x7F0000003F, 0x300000001, 0x3F00000000000001, 0x3013F]),
+    ("f16", (64, 128), (128,), (16, 128), "32B", [0x800002310, 0, 0, 0x7F0000003F, 0, 0xF00000000000000, 0x7F]),
+    ("f16", (64, 128), (128,), (32, 128), "64B", [0x800004310, 0, 0, 0x7F0000003F, 0, 0x1F00000000000000, 0x7F]),
+    ("tf32", (256, 128, 1), (1024, 131072), (32, 32, 1), "128B_32B-atom",
+     [0x40002D63A2, 0x2000, 0, 0x7F000000FF, 0, 0x1F00000000000000, 0x1F]),
+]
+
+
+@pytest.mark.parametrize("dtype,dims,strides,box,swizzle,words", PACKED_BY_CUTE)
+def test_encode_and_decode_are_cutes(dtype, dims, strides, box, swizzle, words):
+    address = 0x558D77F1D3C0
+    promotion = 128 if (words[0] >> 17) & 3 == 2 else 0
+    raw = np.array([address, *words] + [0] * 8, np.uint64).tobytes()
+    tmap = TensorMap.decode(raw)
+    want = TensorMap(address, dtype, dims, strides, box, (1,) * len(dims), "none", swizzle, "zero", promotion)
+    assert tmap == want
+    ours = np.frombuffer(want.encode(), np.uint64).tolist()
+    assert ours[:8] == [address, words[0] & ~2, *words[1:]] and len(want.encode()) == 128
+    assert not any(ours[8:])
