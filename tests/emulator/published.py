@@ -62,6 +62,7 @@ class Case:
     packages: tuple[str, ...]
     run: Callable[[], list[tuple[torch.Tensor, torch.Tensor, float]]]
     launches: int = 1
+    arch: str = "sm_100a"
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -197,6 +198,7 @@ def quack_topk():
 
 FA4, QUACK, CUDNN = ("flash_attn.cute", "quack", "einops"), ("quack",), ("cudnn",)
 PAIR = {"tile_M": 256, "tile_N": 256, "cluster_M": 2, "cluster_N": 1}
+HOPPER = {"tile_M": 128, "tile_N": 128, "cluster_M": 2, "cluster_N": 1}
 CASES = {
     "fa4-dense": Case(FA4, lambda: flash_attention(512, 1, 1, 128, causal=False)),
     "fa4-causal": Case(FA4, lambda: flash_attention(512, 1, 1, 128, causal=True)),
@@ -215,4 +217,9 @@ CASES = {
     "quack-softmax": Case(QUACK, quack_softmax),
     "quack-rmsnorm": Case(QUACK, quack_rmsnorm),
     "quack-topk": Case(QUACK, quack_topk),
+    "fa4-dense-sm90": Case(FA4, lambda: flash_attention(256, 1, 1, 128, causal=False), arch="sm_90a"),
+    "fa4-causal-d64-sm90": Case(FA4, lambda: flash_attention(256, 2, 2, 64, causal=True), arch="sm_90a"),
+    "quack-gemm-sm90": Case(QUACK, lambda: quack_gemm(**HOPPER), arch="sm_90a"),
+    "quack-gemm-pingpong-sm90": Case(QUACK, lambda: quack_gemm(**HOPPER, pingpong=True), arch="sm_90a"),
+    "quack-gemm-fp8-sm90": Case(QUACK, lambda: quack_gemm(torch.float8_e4m3fn, **HOPPER), arch="sm_90a"),
 }

@@ -34,7 +34,7 @@ def check(name: str, schedule: str, seed: int = 0):
     if reason:
         pytest.skip(reason)
     torch.manual_seed(1234)
-    with emulate("sm_100a", schedule=schedule, seed=seed, pretend_cuda=True) as emulation:
+    with emulate(case.arch, schedule=schedule, seed=seed, pretend_cuda=True) as emulation:
         results = case.run()
     assert len(emulation.launches) == case.launches
     for result, reference, tolerance in results:
