@@ -97,6 +97,19 @@ def test_long_splits_and_stages():
     q, k, v = make(1, 8, 8, 1, 64, n + 3, [n], seed=2, device="cpu")
     result = run(q, k, v, n)
     check(result, q, k, v, [n])
-    for stages in (1, 2, 3):
+    for stages in (1, 3):
         variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(stages=stages)
         assert same(result, run(q, k, v, n, variant=variant)), stages
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bulk,stages", [(1, 1), (1, 2), (2, 1), (2, 3)])
+def test_bulk_copies_do_not_change_bits(bulk, stages):
+    from cute_kernels.kernels.sm90.decode import choose
+
+    n = 560
+    q, k, v = make(1, 4, 1, 1, 128, n + 3, [n], seed=2, device="cpu")
+    variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(split_cap=2)  # up to five steps a warp
+    result = run(q, k, v, n, variant=variant)
+    check(result, q, k, v, [n])
+    assert same(result, run(q, k, v, n, variant=variant._replace(bulk=bulk, stages=stages)))

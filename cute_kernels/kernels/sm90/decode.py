@@ -44,6 +44,7 @@ class Variant(NamedTuple):
     device_length: bool
     min_blocks: int
     stages: int
+    bulk: int
 
 
 class _Workspace(NamedTuple):
@@ -127,13 +128,14 @@ def choose(
         device_length=not isinstance(kv_len, int),
         min_blocks=0,
         stages=2 if b * kv_heads < FEW and d <= 128 else 1,
+        bulk=0,
     )
 
 
 def _common_variants(arch: str) -> tuple[Variant, ...]:
     """bf16, D 128, 4 query heads a KV head, 8 KV heads, one token, int and device lengths."""
     return tuple(
-        Variant(True, 128, 4, True, 8, 4, 8, True, True, False, False, False, False, dev, 0, stages)
+        Variant(True, 128, 4, True, 8, 4, 8, True, True, False, False, False, False, dev, 0, stages, 0)
         for dev in (False, True)
         for stages in (2, 1)
     )

@@ -56,6 +56,7 @@ class DecodeKernel:
         split_cap: largest number of splits (see splits.split_size).
         wide: all row addresses are multiples of 16 bytes; else no ring, and 2-byte loads.
         min_blocks: CTAs per SM that registers must allow, 0 for any; stages: ring slots of 16 keys per warp.
+        bulk: fill the ring by cp.async (0), by one bulk copy per row (1), or by one per 16 adjacent rows (2).
         causal, window, softcap, sink, append, device_length: options; absent ones leave no code.
     """
 
@@ -77,6 +78,7 @@ class DecodeKernel:
         device_length: bool,
         min_blocks: int,
         stages: int,
+        bulk: int,
     ) -> None:
         if head_dim % 8 or not 16 <= head_dim <= 256 or row_tile not in (8, 16):
             raise ValueError(f"head_dim {head_dim}, row_tile {row_tile}")
@@ -89,9 +91,12 @@ class DecodeKernel:
         self.k_blocks = -(-head_dim // 32)
         self.v_blocks = -(-head_dim // 64)
         self.stages = stages if wide else 0
+        self.bulk = bulk if wide and head_dim % 64 == 0 else 0
         self.lines = head_dim % 64 == 0  # rows consist of whole 128-byte lines
-        self.k_slot = 32 * head_dim if self.lines else 1024 * self.k_blocks  # bytes
-        self.v_slot = 2048 * self.v_blocks
+        # Bytes from row to row in a slot: 16 more than a row spread bulk-copied rows over the banks.
+        self.row_pitch = 2 * head_dim + (16 if self.bulk == 1 else 0)
+        self.k_slot = 16 * self.row_pitch if self.lines else 1024 * self.k_blocks
+        self.v_slot = 16 * self.row_pitch if self.lines else 2048 * self.v_blocks
         self.pitch = head_dim + 4  # floats per row in shared memory and in the workspace: O, maximum, sum, 2 unused
         # A warp's ring, which at the end holds the warp's partial result instead.
         self.warp_bytes = max(self.stages * (self.k_slot + self.v_slot), 4 * row_tile * self.pitch)
@@ -142,6 +147,9 @@ class DecodeKernel:
         smem = cutlass.memory.SmemAllocator()
         s_o = smem.allocate_tensor(Float32, cute.make_layout(self.warps * self.warp_bytes // 4), 16)
         s_base = s_o.iterator.toint()
+        bars = s_base
+        if cutlass.const_expr(self.bulk):
+            bars = smem.allocate_tensor(cutlass.Int64, cute.make_layout(2 * self.warps * self.stages), 8).iterator.toint()
         warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
         g, t = lane // 4, lane % 4
 
@@ -172,7 +180,7 @@ class DecodeKernel:
         if begin < high or split == 0:
             self._work(
                 q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, row_tiles,
-                s_base, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
+                s_base, bars, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
             )  # fmt: skip
 
     def smem_percent(self) -> int:
@@ -187,7 +195,7 @@ class DecodeKernel:
     @cute.jit
     def _work(
         self, q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, row_tiles,
-        s_base, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
+        s_base, bars, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
     ):  # fmt: skip
         d, nt = self.d, self.nt
         # Row strides fit 32 bits (the host checks), so that a row address is one multiply-add; offsets are 64 bits.
@@ -208,21 +216,28 @@ class DecodeKernel:
         n = self.stages
         k_ring = s_base + warp * self.warp_bytes
         v_ring = k_ring + n * self.k_slot
+        # Bulk copies: a barrier per slot, K's then V's of a warp; a lane waits for its own view of them.
+        k_bars = bars + 16 * n * warp
+        v_bars = k_bars + 8 * n
+        if cutlass.const_expr(self.bulk):
+            if lane < 2 * n:
+                ptx.mbar_init(k_bars + 8 * lane)
+            cute.arch.sync_warp()
         # Copies are grouped one K or V of a step each, in the order of their use: K0, V0, K1, V1, ... of which 2 * n are under way.
         # Each use commits one (perhaps empty) group, so that waiting for all but 2 * n - 1 always means "the next one is here".
         if first < end:  # else there is no step, hence no wait
             for j in cutlass.range_constexpr(n):
                 start = first + j * self.tile
                 if cutlass.const_expr(j == 0):
-                    self._fetch_k(k_ring, kv[0], start, last, new_start, g, t, lane)
+                    self._fetch_k(k_ring, k_bars, kv[0], start, last, new_start, g, t, lane)
                 elif start < end:
-                    self._fetch_k(k_ring + j * self.k_slot, kv[0], start, last, new_start, g, t, lane)
-                ptx.cp_async_commit()
+                    self._fetch_k(k_ring + j * self.k_slot, k_bars + 8 * j, kv[0], start, last, new_start, g, t, lane)
+                self._commit()
                 if cutlass.const_expr(j == 0):
-                    self._fetch_v(v_ring, kv[1], start, last, new_start, g, t, lane)
+                    self._fetch_v(v_ring, v_bars, kv[1], start, last, new_start, g, t, lane)
                 elif start < end:
-                    self._fetch_v(v_ring + j * self.v_slot, kv[1], start, last, new_start, g, t, lane)
-                ptx.cp_async_commit()
+                    self._fetch_v(v_ring + j * self.v_slot, v_bars + 8 * j, kv[1], start, last, new_start, g, t, lane)
+                self._commit()
         q_regs = self._load_q(q, b, h, row0, n_rows, g, t)
 
         o = [[Float32(0.0) for _ in range(4)] for _ in range(self.v_blocks * 4 * nt)]
@@ -230,15 +245,19 @@ class DecodeKernel:
         l = [Float32(0.0) for _ in range(nt)]
         # Position of this lane's query rows g and g + 8.
         pos = [kv_len - q_len + self._token(row0 + g + 8 * i) for i in range(nt)]
-        k_at, v_at = Int32(0), Int32(0)  # byte offsets of the slots in turn
+        k_at, v_at = Int32(0), Int32(0)  # the slots in turn
+        parity = Int32(0)  # of that slot's barriers
         for i in cutlass.range(steps, unroll=1):
             base = first + i * self.tile
             ahead = base + n * self.tile
             if cutlass.const_expr(n > 0):
-                ptx.cp_async_wait(2 * n - 1)
-                if cutlass.const_expr(self.lines):
-                    cute.arch.sync_warp()  # other lanes' copies
-                k_step = self._read_k(k_ring + k_at, g, t, lane)
+                if cutlass.const_expr(self.bulk):
+                    ptx.mbar_wait(k_bars + 8 * k_at, parity)
+                else:
+                    ptx.cp_async_wait(2 * n - 1)
+                    if cutlass.const_expr(self.lines):
+                        cute.arch.sync_warp()  # other lanes' copies
+                k_step = self._read_k(k_ring + k_at * self.k_slot, g, t, lane)
             else:
                 k_step = self._load_k(kv[0], base, last, new_start, g, t)
             s = self._scores(q_regs, k_step)
@@ -246,15 +265,18 @@ class DecodeKernel:
                 if cutlass.const_expr(self.lines):
                     cute.arch.sync_warp()
                 if ahead < end:
-                    self._fetch_k(k_ring + k_at, kv[0], ahead, last, new_start, g, t, lane)
-                ptx.cp_async_commit()
-                k_at = self._next_slot(k_at, self.k_slot)
+                    self._fetch_k(k_ring + k_at * self.k_slot, k_bars + 8 * k_at, kv[0], ahead, last, new_start, g, t, lane)
+                self._commit()
+                k_at = self._next_slot(k_at)
             p, m, l, alpha = self._softmax(s, m, l, base, end, pos, scale, cap_log2, window_left, t)
             if cutlass.const_expr(n > 0):
-                ptx.cp_async_wait(2 * n - 1)
-                if cutlass.const_expr(self.lines):
-                    cute.arch.sync_warp()
-                v_step = self._read_v(v_ring + v_at, g, t, lane)
+                if cutlass.const_expr(self.bulk):
+                    ptx.mbar_wait(v_bars + 8 * v_at, parity)
+                else:
+                    ptx.cp_async_wait(2 * n - 1)
+                    if cutlass.const_expr(self.lines):
+                        cute.arch.sync_warp()
+                v_step = self._read_v(v_ring + v_at * self.v_slot, g, t, lane)
             else:
                 v_step = self._load_v(kv[1], base, last, new_start, g, t)
             o = self._accumulate(o, p, v_step, alpha, t)
@@ -262,9 +284,10 @@ class DecodeKernel:
                 if cutlass.const_expr(self.lines):
                     cute.arch.sync_warp()
                 if ahead < end:
-                    self._fetch_v(v_ring + v_at, kv[1], ahead, last, new_start, g, t, lane)
-                ptx.cp_async_commit()
-                v_at = self._next_slot(v_at, self.v_slot)
+                    self._fetch_v(v_ring + v_at * self.v_slot, v_bars + 8 * v_at, kv[1], ahead, last, new_start, g, t, lane)
+                self._commit()
+                v_at = self._next_slot(v_at)
+                parity = parity ^ Int32(v_at == 0)
         # Other lanes' slots are overwritten below.
         cute.arch.sync_warp()
 
@@ -357,8 +380,11 @@ class DecodeKernel:
             for c in range(self.d // 64):
                 ptx.cp_async_16(to + 128 * c, addr + 128 * c)
 
-    def _fetch_k(self, slot, source, base, last, new_start, g, t, lane):
+    def _fetch_k(self, slot, bar, source, base, last, new_start, g, t, lane):
         """K of 16 keys into a ring slot; without whole lines a lane copies what it will read itself."""
+        if self.bulk:
+            self._bulk_rows(slot, bar, *source, base, last, new_start, lane)
+            return
         if self.lines:
             self._fetch_lines(slot, source, base, last, new_start, lane, lambda row: 4 * (row % 2))
             return
@@ -369,6 +395,9 @@ class DecodeKernel:
 
     def _read_k(self, slot, g, t, lane):
         """What _load_k returns, from a slot."""
+        if self.bulk:
+            at = slot + g * self.row_pitch + 16 * t
+            return [[ptx.ld_shared_4(at + 64 * c + 8 * self.row_pitch * half) for half in range(2)] for c in range(self.k_blocks)]
         if self.lines:
             # Block c is pieces 4 * (c % 2) + t of line c // 2; rows g and g + 8 have the parity of g.
             at = slot + g * (2 * self.d) + 16 * t
@@ -379,8 +408,11 @@ class DecodeKernel:
             ]
         return [[ptx.ld_shared_4(slot + 16 * lane + 512 * (2 * c + half)) for half in range(2)] for c in range(self.k_blocks)]
 
-    def _fetch_v(self, slot, source, base, last, new_start, g, t, lane):
+    def _fetch_v(self, slot, bar, source, base, last, new_start, g, t, lane):
         """V of 16 keys into a ring slot; without whole lines a lane copies what it will read itself."""
+        if self.bulk:
+            self._bulk_rows(slot, bar, *source, base, last, new_start, lane)
+            return
         if self.lines:
             self._fetch_lines(slot, source, base, last, new_start, lane, lambda row: 2 * ((row // 2) % 4))
             return
@@ -391,17 +423,37 @@ class DecodeKernel:
 
     def _read_v(self, slot, g, t, lane):
         """What _load_v returns, from a slot."""
+        if self.bulk:
+            at = slot + 2 * t * self.row_pitch + 16 * g
+            return [[ptx.ld_shared_4(at + 128 * c + e * self.row_pitch) for e in (0, 1, 8, 9)] for c in range(self.v_blocks)]
         if self.lines:
             # Block c is line c, piece g; rows 2t, 2t + 1, 2t + 8, 2t + 9 all have swizzle 2t.
             at = slot + 2 * t * (2 * self.d) + 16 * (g ^ (2 * t))
             return [[ptx.ld_shared_4(at + e * (2 * self.d) + 128 * c) for e in (0, 1, 8, 9)] for c in range(self.v_blocks)]
         return [[ptx.ld_shared_4(slot + 16 * lane + 512 * (4 * c + n)) for n in range(4)] for c in range(self.v_blocks)]
 
-    def _next_slot(self, at, slot_bytes):
-        if self.stages == 1:
-            return at
-        at = at + slot_bytes
-        return cutlass.select_(at == self.stages * slot_bytes, Int32(0), at)
+    def _commit(self):
+        if not self.bulk:
+            ptx.cp_async_commit()
+
+    def _next_slot(self, at):
+        return at if self.stages == 1 else cutlass.select_(at == self.stages - 1, Int32(0), at + 1)
+
+    @cute.jit
+    def _bulk_rows(self, slot, bar, base_addr, stride, new_base, new_stride, base, last, new_start, lane):
+        """16 rows into a ring slot by the copy engine."""
+        if lane == 0:
+            ptx.mbar_expect(bar, 32 * self.d)
+        adjacent = Int32(0)
+        if cutlass.const_expr(self.bulk == 2 and not self.append):
+            adjacent = Int32(stride == 2 * self.d) & Int32(base + 15 <= last)
+        source = base_addr, stride, new_base, new_stride
+        if adjacent != 0:
+            if lane == 0:
+                ptx.bulk_copy(slot, self._row_address(source, base, new_start), 32 * self.d, bar)
+        elif lane < 16:
+            row = self._row_address(source, cutlass.min(base + lane, last), new_start)
+            ptx.bulk_copy(slot + lane * self.row_pitch, row, 2 * self.d, bar)
 
     def _fetch(self, to, addr, col_ok):
         if col_ok is None:
