@@ -62,7 +62,9 @@ def _triple(text: str) -> tuple[int, int, int]:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    p = argparse.ArgumentParser(prog="python -m cute_kernels.emulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="python -m cute_kernels.emulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("file", type=Path, help="PTX file")
     p.add_argument("--list", action="store_true", help="list entries and opcodes, and which are supported (default without --grid)")
     p.add_argument("--json", action="store_true", help="machine-readable output")

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (assembly reads better unbroken)
 """Register-only instructions against scalar oracles in Python integers, fractions and struct-packed floats."""
 
 from __future__ import annotations
@@ -114,10 +115,12 @@ INTEGER = {
     "cnot.b32 %y, %x0;": lambda a, b: int(a == 0),
     "neg.s32 %y, %x0;": lambda a, b: -a,
     "abs.s32 %y, %x0;": lambda a, b: abs(s32(a)),
-    "dp4a.s32.s32 %y, %x0, %x1, 5;": lambda a, b: 5
-    + sum(struct.unpack("<4b", struct.pack("<I", a))[k] * struct.unpack("<4b", struct.pack("<I", b))[k] for k in range(4)),
-    "dp4a.u32.s32 %y, %x0, %x1, %x1;": lambda a, b: s32(b)
-    + sum((a >> 8 * k & 255) * struct.unpack("<4b", struct.pack("<I", b))[k] for k in range(4)),
+    "dp4a.s32.s32 %y, %x0, %x1, 5;": lambda a, b: (
+        5 + sum(struct.unpack("<4b", struct.pack("<I", a))[k] * struct.unpack("<4b", struct.pack("<I", b))[k] for k in range(4))
+    ),
+    "dp4a.u32.s32 %y, %x0, %x1, %x1;": lambda a, b: (
+        s32(b) + sum((a >> 8 * k & 255) * struct.unpack("<4b", struct.pack("<I", b))[k] for k in range(4))
+    ),
     "add.u16x2 %y, %x0, %x1;": lambda a, b: (a + b & 0xFFFF) | ((a >> 16) + (b >> 16) & 0xFFFF) << 16,
     "{.reg .pred q; setp.lt.s32 q, %x0, %x1; selp.b32 %y, %x0, %x1, q;}": lambda a, b: a if s32(a) < s32(b) else b,
     "{.reg .pred q, r; setp.ge.u32 q|r, %x0, %x1; and.pred q, q, r; selp.u32 %y, 1, 2, q;}": lambda a, b: 2,

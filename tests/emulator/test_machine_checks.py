@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (assembly reads better unbroken)
 """Every check finds its fault, and reports its kind, its line and the other access; the repaired kernel is clean."""
 
 from __future__ import annotations
@@ -140,7 +141,11 @@ def test_generic_to_async_proxy():
     assert run(PROXY, shared=BUF16)[1].hazards == []
     text, record, _ = run(PROXY.replace("fence.proxy.async.shared::cta;\n", ""), shared=BUF16)
     (h,) = record.hazards
-    assert h.kind == "proxy-fence" and h.ptx_line == line_of(text, "cp.async.bulk.global") and h.other_line == line_of(text, "st.shared")
+    assert (
+        h.kind == "proxy-fence"
+        and h.ptx_line == line_of(text, "cp.async.bulk.global")
+        and h.other_line == line_of(text, "st.shared")
+    )
     after = PROXY.replace("fence.proxy.async.shared::cta;\nbar.sync 0;", "bar.sync 0;\nfence.proxy.async.shared::cta;")
     assert run(after, shared=BUF16)[1].hazards == []  # by the reader, after the synchronisation
     assert kinds(run(PROXY.replace("cp.async.bulk.wait_group.read 0;", ""), shared=BUF16)[1]) == {"bulk-store-at-exit"}
@@ -186,7 +191,9 @@ def test_divergent_aligned_barrier():
 def tmem(body: str, alloc: str = "32", free: str = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;") -> str:
     return (
         f"mov.u32 %r2, slot;\ntcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], {alloc};\nbar.sync 0;\nld.shared.u32 %r5, [slot];\n"
-        + body + "\n" + free
+        + body
+        + "\n"
+        + free
     )
 
 
@@ -204,9 +211,18 @@ def test_tensor_memory_round_trip_and_faults():
         (tmem(ROUND, free=""), "tmem-leak"),
         (tmem(ROUND, free="tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 64;"), "tmem-dealloc"),
         (tmem(ROUND.replace("tcgen05.wait::st.sync.aligned;\n", "")), "race-read-after-write-tmem"),
-        (tmem("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r5];\ntcgen05.wait::ld.sync.aligned;\n" + STORE), "uninitialised-tmem"),
-        (tmem(ROUND.replace("mov.u32 %r6, 3;", "mov.u32 %r6, 3;\nadd.u32 %r8, %r5, 40;").replace("[%r5]", "[%r8]")), "tmem-unallocated"),
-        (tmem(ROUND.replace("mov.u32 %r6, 3;", "mov.u32 %r6, 3;\nadd.u32 %r8, %r5, 0x200000;").replace("[%r5]", "[%r8]")), "illegal-operand"),
+        (
+            tmem("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r5];\ntcgen05.wait::ld.sync.aligned;\n" + STORE),
+            "uninitialised-tmem",
+        ),
+        (
+            tmem(ROUND.replace("mov.u32 %r6, 3;", "mov.u32 %r6, 3;\nadd.u32 %r8, %r5, 40;").replace("[%r5]", "[%r8]")),
+            "tmem-unallocated",
+        ),
+        (
+            tmem(ROUND.replace("mov.u32 %r6, 3;", "mov.u32 %r6, 3;\nadd.u32 %r8, %r5, 0x200000;").replace("[%r5]", "[%r8]")),
+            "illegal-operand",
+        ),
         (tmem(ROUND, alloc="48"), "tmem-alloc"),
     ]:
         _, record, _ = run(mutant, shared=SLOT, block=32)
@@ -233,7 +249,7 @@ def test_checks_off_reports_nothing():
 
 
 def test_hazards_carry_source_lines():
-    body = '.loc 1 77 1\nld.shared.u32 %r1, [buf];\n' + STORE
+    body = ".loc 1 77 1\nld.shared.u32 %r1, [buf];\n" + STORE
     text = kernel(body, shared=BUF).replace(".address_size 64\n", '.address_size 64\n.file 1 "model.py"\n')
     record = run_ptx(text, 1, 32, [np.zeros(32, np.uint32)])
     assert record.hazards[0].source == "model.py:77" and "model.py:77" in str(record.hazards[0])

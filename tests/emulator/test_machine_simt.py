@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (assembly reads better unbroken)
 """Warps, barriers, memories and asynchronous copies on hand-written PTX, under all schedules."""
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def test_diverged_halves_that_wait_for_each_other():
 @pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
 def test_shuffles(mode):
     b, c = {"up": (3, 0), "down": (5, 31), "bfly": (6, 31), "idx": (9, 0x181F)}[mode]
-    body = f"add.u32 %r2, %tx, 100;\nshfl.sync.{mode}.b32 %r1|%p1, %r2, {b}, {c}, -1;\nselp.u32 %r3, 1000, 0, %p1;\nadd.u32 %r1, %r1, %r3;\n" + STORE
+    body = (
+        f"add.u32 %r2, %tx, 100;\nshfl.sync.{mode}.b32 %r1|%p1, %r2, {b}, {c}, -1;\nselp.u32 %r3, 1000, 0, %p1;\nadd.u32 %r1, %r1, %r3;\n"
+        + STORE
+    )
     out = np.zeros(32, np.uint32)
     run_ptx(kernel(body), 1, 32, [out])
     want = []
@@ -131,7 +135,8 @@ def test_local_memory_and_wide_vectors():
     assert out.tolist() == [i + 8 * i + 7 for i in range(32)]
 
 
-PIPELINE = """
+PIPELINE = (
+    """
 mov.u32 %r2, bars;
 mov.u32 %r3, tile;
 setp.ne.u32 %p1, %tx, 0;
@@ -147,7 +152,9 @@ CONSUME:
 WAIT
 mad.lo.u32 %r4, %tx, 4, %r3;
 ld.shared.u32 %r1, [%r4];
-""" + STORE
+"""
+    + STORE
+)
 
 
 def pipeline(copy: str, wait: str | None = None) -> str:
@@ -184,14 +191,17 @@ mbarrier.init.shared.b64 [%r2], 1;
 fence.mbarrier_init.release.cluster;
 mbarrier.arrive.expect_tx.shared.b64 %d9, [%r2], 2048;
 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r3], [%d1, {%r7, %r6}], [%r2];
-""" + WAIT.format(bar="%r2", parity=0) + """
+"""
+        + WAIT.format(bar="%r2", parity=0)
+        + """
 fence.proxy.async.shared::cta;
 mov.b32 %r6, 8;
 cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d2, {%r7, %r6}], [%r3];
 cp.async.bulk.commit_group;
 cp.async.bulk.wait_group 0;
 """,
-        params=0, shared=".shared .align 8 .b64 bars;\n.shared .align 1024 .b8 tile[2048];",
+        params=0,
+        shared=".shared .align 8 .b64 bars;\n.shared .align 1024 .b8 tile[2048];",
     ).replace("k()", "k(.param .align 64 .b8 t0[128], .param .align 64 .b8 t1[128])")
     maps = [TensorMap.tiled(a, box=(16, 64), swizzle="128B") for a in (src, dst)]
     record = run_ptx(text, 1, 32, maps, schedule=schedule)
@@ -220,8 +230,10 @@ def test_cluster_shared_memory(schedule):
         "mbarrier.init.shared.b64 [%r2], 1;\nmbarrier.arrive.expect_tx.shared.b64 %d9, [%r2], 4;\nfence.mbarrier_init.release.cluster;\n"
         "B: barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n@%p1 bra C;\nxor.b32 %r5, %r4, 1;\nmapa.shared::cluster.u32 %r6, %r3, %r5;\n"
         "mapa.shared::cluster.u32 %r7, %r2, %r5;\nadd.u32 %r8, %r4, 40;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r6], %r8, [%r7];\nC:\n" + WAIT.format(bar="%r2", parity=0)
-        + "ld.shared.u32 %r1, [%r3];\nmov.u32 %r9, %ctaid.x;\nmad.lo.u32 %tx, %r9, 32, %tx;\n" + STORE
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r6], %r8, [%r7];\nC:\n"
+        + WAIT.format(bar="%r2", parity=0)
+        + "ld.shared.u32 %r1, [%r3];\nmov.u32 %r9, %ctaid.x;\nmad.lo.u32 %tx, %r9, 32, %tx;\n"
+        + STORE
         + "\nbarrier.cluster.arrive;\nbarrier.cluster.wait;"
     )
     out = np.zeros(64, np.uint32)
@@ -301,7 +313,9 @@ def test_command_line(tmp_path):
     base = [sys.executable, "-m", "cute_kernels.emulator", str(path)]
     listed = subprocess.run(base + ["--list", "--json"], capture_output=True, text=True)
     assert listed.returncode == 0 and json.loads(listed.stdout)["entries"]["k"]["st.global.u32"]["supported"]
-    ran = subprocess.run(base + ["--grid", "1", "--arg", "u32:32", "--out", str(tmp_path), "--json"], capture_output=True, text=True)
+    ran = subprocess.run(
+        base + ["--grid", "1", "--arg", "u32:32", "--out", str(tmp_path), "--json"], capture_output=True, text=True
+    )
     assert ran.returncode == 0 and json.loads(ran.stdout)["hazards"] == []
     assert np.load(tmp_path / "arg0.npy").tolist() == list(range(32))
     failed = subprocess.run(base + ["--grid", "1", "--arg", "u32:16"], capture_output=True, text=True)

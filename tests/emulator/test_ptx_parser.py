@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (assembly reads better unbroken)
 """The PTX front end: forms, scopes, inlining, reconvergence points, and errors that name the line."""
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def test_literals(text, value):
 
 
 def test_module_structure():
-    text = HEAD.format(target="sm_90a") + """
+    text = (
+        HEAD.format(target="sm_90a")
+        + """
 .file 1 "a.cu"
 .global .align 8 .u64 table[2] = {generic(other), 7};
 .global .align 4 .u32 other = 5;
@@ -38,6 +41,7 @@ def test_module_structure():
  ret;
 }
 """
+    )
     m = parse(text)
     assert m.version == (8, 8) and m.target == "sm_90a" and m.entries == ["k"]
     k = m.functions["k"]
@@ -72,7 +76,9 @@ def test_names_are_scoped():
 
 
 def test_functions_are_inlined_with_their_own_registers():
-    text = HEAD.format(target="sm_90a") + """
+    text = (
+        HEAD.format(target="sm_90a")
+        + """
 .func (.param .b32 r) twice(.param .b32 x)
 {
  .reg .b32 %r<3>;
@@ -113,6 +119,7 @@ BIG:
  ret;
 }
 """
+    )
     out = np.zeros(32, np.int32)
     record = run_ptx(text, 1, 32, [out])
 
@@ -148,7 +155,9 @@ def test_errors_name_the_line():
 def test_unknown_instructions_are_reported_before_the_launch():
     out = np.zeros(32, np.uint32)
     body = "mul.wide.u32 %d1, %tx, 4;\nadd.u64 %d1, %a0, %d1;\nst.global.u32 [%d1], 1;\nfrobnicate.b32 %r1, %r2;\nadd.foo.u32 %r1, %tx, 1;"
-    with pytest.raises(UnsupportedInstruction, match=r"PTX line 19: unsupported instruction frobnicate\.b32.*line 20.*add\.foo\.u32"):
+    with pytest.raises(
+        UnsupportedInstruction, match=r"PTX line 19: unsupported instruction frobnicate\.b32.*line 20.*add\.foo\.u32"
+    ):
         run_ptx(kernel(body), 1, 32, [out])
     assert not out.any()
     table = survey(parse(kernel(body)))["k"]

@@ -68,7 +68,12 @@ def _ranges(numbers: list[int]) -> str:
 def tally(machine) -> Counters:
     """Counters of a finished launch. A role is the set of warp indices that executed the same items."""
     program = machine.program
-    c = Counters(bytes=Counter(machine.bytes), tensor_cycles=machine.tensor_cycles, tensor_flops=machine.tensor_flops, ctas=machine.started_ctas)
+    c = Counters(
+        bytes=Counter(machine.bytes),
+        tensor_cycles=machine.tensor_cycles,
+        tensor_flops=machine.tensor_flops,
+        ctas=machine.started_ctas,
+    )
     per_item = []
     for item in program.items:
         classes: Counter = Counter(classify(i) for i in item.instrs)

@@ -348,7 +348,11 @@ def _float_arith(em: Emitter, ins: Instr, t: str) -> None:
     if "abs" in mods:
         a, rest = f"absolute({a})", [f"absolute({r})" for r in rest]
     if rnd != "rn" and t in ("f32", "f32x2"):
-        x = f"V.mul_dir({a}, {rest[0]}, {rnd!r})" if base == "mul" else f"V.add_dir({a}, {rest[0] if base == 'add' else f'-{rest[0]}'}, {rnd!r})"
+        x = (
+            f"V.mul_dir({a}, {rest[0]}, {rnd!r})"
+            if base == "mul"
+            else f"V.add_dir({a}, {rest[0] if base == 'add' else f'-{rest[0]}'}, {rnd!r})"
+        )
         if "sat" in mods:
             x = f"V.saturate({x})"
         return em.put(d, view, x if "ftz" not in mods else f"V.ftz({x})")
@@ -412,7 +416,9 @@ def _fma(em: Emitter, ins: Instr) -> None:
             n = DTYPE[wide]().dtype.name
             x = f"multiply({em.src(a, view)}, {em.src(b, view)}, dtype={n})"
             return em.line(f"add({x}, {em.src(c, wide)}, {em.dst(d, wide)})")
-        prod = f"V.mulhi({em.src(a, view)}, {em.src(b, view)})" if "hi" in mods else f"multiply({em.src(a, view)}, {em.src(b, view)})"
+        prod = (
+            f"V.mulhi({em.src(a, view)}, {em.src(b, view)})" if "hi" in mods else f"multiply({em.src(a, view)}, {em.src(b, view)})"
+        )
         if "cc" in mods:
             return _mad_carry(em, ins, use=False)
         if "sat" in mods:
@@ -450,7 +456,11 @@ def _mad_carry(em, ins, use: bool) -> None:
     d, a, b, c = ins.operands
     view = {"S": "U", "Y": "X"}.get(VIEW[_type(em, ins)], VIEW[_type(em, ins)])
     signed = VIEW[_type(em, ins)]
-    prod = f"V.mulhi({em.src(a, signed)}, {em.src(b, signed)})" if "hi" in ins.mods else f"multiply({em.src(a, view)}, {em.src(b, view)})"
+    prod = (
+        f"V.mulhi({em.src(a, signed)}, {em.src(b, signed)})"
+        if "hi" in ins.mods
+        else f"multiply({em.src(a, view)}, {em.src(b, view)})"
+    )
     em.line(f"xr, xc = w.carry({prod}.view({DTYPE[view]().dtype.name}), {em.src(c, view)}, {'w.cc' if use else 'False'}, False)")
     em.put(d, view, "xr")
     if "cc" in ins.mods:
@@ -663,7 +673,9 @@ def _dp(em: Emitter, ins: Instr) -> None:
     d, a, b, c = ins.operands
     cv = "S" if "s32" in types else "U"
     tail = f", {'hi' in ins.mods}" if ins.base == "dp2a" else ""
-    em.put(d, "U", f"V.{ins.base}({em.src(a, 'U')}, {em.src(b, 'U')}, {em.src(c, cv)}, {types[0] == 's32'}, {types[1] == 's32'}{tail})")
+    em.put(
+        d, "U", f"V.{ins.base}({em.src(a, 'U')}, {em.src(b, 'U')}, {em.src(c, cv)}, {types[0] == 's32'}, {types[1] == 's32'}{tail})"
+    )
 
 
 _CMP = {
@@ -1045,7 +1057,11 @@ def _cvt_narrow(em: Emitter, ins, to, frm, d, srcs, narrow, relu) -> None:
         if frm == "f32":
             hi, lo = em.src(srcs[0], "F"), em.src(srcs[1], "F")
         else:
-            split = f"V.bf16x2_split({em.src(srcs[0], 'U')})" if frm == "bf16x2" else f"{em.src(srcs[0], 'G')}.astype(float32).reshape(32, 2).T"
+            split = (
+                f"V.bf16x2_split({em.src(srcs[0], 'U')})"
+                if frm == "bf16x2"
+                else f"{em.src(srcs[0], 'G')}.astype(float32).reshape(32, 2).T"
+            )
             em.line(f"xs = {split}")
             hi, lo = "xs[1]", "xs[0]"
         return em.put(d, "H", f"w.encode_pair({fmt!r}, {hi}, {lo}, {relu})")

@@ -45,7 +45,8 @@ class LaunchRecord:
         return {
             "entry": self.entry, "grid": self.grid, "block": self.block, "cluster": self.cluster, "dynamic_smem": self.dynamic_smem,
             "schedule": self.schedule, "seed": self.seed, "checks": self.checks, "counters": self.counters.as_dict(),
-            "hazards": [h.as_dict() for h in self.hazards], "printed": self.printed, "wall_seconds": self.wall_seconds, "error": self.error,
+            "hazards": [h.as_dict() for h in self.hazards], "printed": self.printed, "wall_seconds": self.wall_seconds,
+            "error": self.error,
         }  # fmt: skip
 
 
@@ -128,8 +129,12 @@ class Machine:
         self.param_bytes[: len(params)] = np.frombuffer(params, np.uint8)
         self.param_address = self.param_bytes.ctypes.data
         if len(params) < self.program.flat.param_bytes:
-            raise EmulationError(f"{len(params)} parameter bytes; {self.program.flat.name} declares {self.program.flat.param_bytes}")
-        self.memory.add(self.param_address, max(self.param_size, 1), writable=False, name="kernel parameters", keep=self._param_store)
+            raise EmulationError(
+                f"{len(params)} parameter bytes; {self.program.flat.name} declares {self.program.flat.param_bytes}"
+            )
+        self.memory.add(
+            self.param_address, max(self.param_size, 1), writable=False, name="kernel parameters", keep=self._param_store
+        )
         stores = []
         for var in self.program.module.variables:
             if var.space not in ("global", "const"):
@@ -179,7 +184,16 @@ class Machine:
             return
         self._seen_hazards.add(key)
         self.hazards.append(
-            Hazard(kind, message, ins.line, self.program.source_of(ins), other_line, self._source_of_line(other_line), w.cta.ctaid, w.index)
+            Hazard(
+                kind,
+                message,
+                ins.line,
+                self.program.source_of(ins),
+                other_line,
+                self._source_of_line(other_line),
+                w.cta.ctaid,
+                w.index,
+            )
         )
 
     def _source_of_line(self, line: int) -> str:

@@ -64,7 +64,9 @@ def shared_read(w, cta, g, actor, clock, ins, *, proxy: bool) -> None:
     sh = cta.shadow
     k = sh.unwritten(g)
     if k >= 0:
-        w.machine.report("uninitialised-shared", w, ins, f"reads shared memory at byte {int(g[k]) * 4} of CTA {cta.rank} that nothing wrote")
+        w.machine.report(
+            "uninitialised-shared", w, ins, f"reads shared memory at byte {int(g[k]) * 4} of CTA {cta.rank} that nothing wrote"
+        )
     hit = sh.read(g, actor, clock, ins.line, proxy=proxy)
     if hit:
         w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.wl)
@@ -81,7 +83,9 @@ def shared_write(w, cta, g, actor, clock, ins, *, generic: bool) -> None:
 
 def _check_range(w, cta, off: int, n: int, ins) -> None:
     if off < 1024 or off + n > cta.smem_limit:
-        w.machine.fatal("out-of-bounds-shared", w, ins, f"bytes [{off}, {off + n}) of CTA rank {cta.rank}, which has [1024, {cta.smem_limit})")
+        w.machine.fatal(
+            "out-of-bounds-shared", w, ins, f"bytes [{off}, {off + n}) of CTA rank {cta.rank}, which has [1024, {cta.smem_limit})"
+        )
 
 
 def locate(w, addr: int, ins):
@@ -214,7 +218,12 @@ def _groups_wait(w, groups, keep: int, ins, what: str, key, read: bool = False):
     late = list(groups)[: max(0, len(groups) - keep)]
     ops = [o for g, _ in late for o in g]
     if any(not o.done for o in ops):
-        return Wait(lambda: all(o.done for o in ops), lambda: f"{what}: {sum(not o.done for o in ops)} copies pending", ins.line, wants=lambda o: o in ops)
+        return Wait(
+            lambda: all(o.done for o in ops),
+            lambda: f"{what}: {sum(not o.done for o in ops)} copies pending",
+            ins.line,
+            wants=lambda o: o in ops,
+        )
     for _ in late:
         _, mark = groups.popleft()
         if w.clock is not None and mark is not None:
@@ -307,8 +316,18 @@ def _bulk(ins: Instr):
                 _bulk_legal(w, ins, n, int(get_dst(w)[lane]) & 0xFFFFFF, src_a)
                 if w.machine.memory.find(src_a, n) is None:
                     w.machine.fatal("out-of-bounds-global", w, ins, w.machine.memory.describe(src_a, n))
-                targets = _destinations(w, int(get_dst(w)[lane]), int(get_bar(w)[lane]), None if get_mask is None else int(get_mask(w)[lane]), ins)
-                _issue_load(w, ins, targets, n, lambda cta, off, n=n, a=src_a: cta.smem.__setitem__(slice(off, off + n), w.machine.memory.bytes_at(a, n)), np.array([src_a], np.int64), n)
+                targets = _destinations(
+                    w, int(get_dst(w)[lane]), int(get_bar(w)[lane]), None if get_mask is None else int(get_mask(w)[lane]), ins
+                )
+                _issue_load(
+                    w,
+                    ins,
+                    targets,
+                    n,
+                    lambda cta, off, n=n, a=src_a: cta.smem.__setitem__(slice(off, off + n), w.machine.memory.bytes_at(a, n)),
+                    np.array([src_a], np.int64),
+                    n,
+                )
                 w.machine.bytes["bulk-load"] += n
 
         return False, load
@@ -336,7 +355,16 @@ def _bulk(ins: Instr):
                     else:
                         target[:] = cta.smem[off : off + n]
 
-                _issue_store(w, ins, np.arange(off >> 2, off + n >> 2), np.array([d], np.int64), n, effect, "bulk-store", reduce_op is not None)
+                _issue_store(
+                    w,
+                    ins,
+                    np.arange(off >> 2, off + n >> 2),
+                    np.array([d], np.int64),
+                    n,
+                    effect,
+                    "bulk-store",
+                    reduce_op is not None,
+                )
                 w.machine.bytes["bulk-store"] += n
 
         return False, store
@@ -375,7 +403,9 @@ def _bulk(ins: Instr):
 
 def _bulk_legal(w, ins, n: int, off: int, other: int) -> None:
     if n % 16 or off % 16 or other % 16:
-        w.machine.fatal("bulk-alignment", w, ins, f"size {n}, shared byte {off}, other address {other:#x}: all must be multiples of 16")
+        w.machine.fatal(
+            "bulk-alignment", w, ins, f"size {n}, shared byte {off}, other address {other:#x}: all must be multiples of 16"
+        )
 
 
 def _destinations(w, dst: int, bar: int, mask: int | None, ins, pair: bool = False):
@@ -511,8 +541,19 @@ def _bulk_tensor(ins: Instr):
                     if memory.find(lo, hi - lo) is None:
                         for a in (lo, hi - plan.chunk_bytes):
                             if memory.find(a, plan.chunk_bytes) is None:
-                                w.machine.fatal("out-of-bounds-global", w, ins, "tensor map: " + memory.describe(a, plan.chunk_bytes))
-                _issue_load(w, ins, targets, plan.tx_bytes, lambda cta, off, plan=plan: plan.load(memory.read, cta.smem), live, max(plan.chunk_bytes, 1), plan)
+                                w.machine.fatal(
+                                    "out-of-bounds-global", w, ins, "tensor map: " + memory.describe(a, plan.chunk_bytes)
+                                )
+                _issue_load(
+                    w,
+                    ins,
+                    targets,
+                    plan.tx_bytes,
+                    lambda cta, off, plan=plan: plan.load(memory.read, cta.smem),
+                    live,
+                    max(plan.chunk_bytes, 1),
+                    plan,
+                )
                 w.machine.bytes["gather4" if mode == "gather4" else "tma-load"] += plan.gmem_bytes
 
         return False, load
@@ -580,7 +621,9 @@ def _tensormap(ins: Instr):
         lane = int(m.argmax())
         a = int(get(w)[lane])
         raw = w.cta.smem[a & 0xFFFFFF : (a & 0xFFFFFF) + 128] if shared else w.machine.memory.bytes_at(a, 128)
-        raw[:] = np.frombuffer(TensorMap.decode(raw.tobytes()).replace_field(field, int(get_value(w)[lane]), ordinal).encode(), np.uint8)
+        raw[:] = np.frombuffer(
+            TensorMap.decode(raw.tobytes()).replace_field(field, int(get_value(w)[lane]), ordinal).encode(), np.uint8
+        )
         w.machine.events += 1
 
     return False, replace
@@ -648,7 +691,9 @@ def decode_red_async(ins: Instr):
                 _, clock = agent(w, ("mbar", b.cta.rank, b.offset, w.actor), visible=False)
                 k = cta.shadow.unwritten(np.arange(off >> 2, off + n >> 2))
                 if k >= 0:
-                    w.machine.report("uninitialised-shared", w, ins, f"reduction on shared byte {off} of CTA {cta.rank} that nothing wrote")
+                    w.machine.report(
+                        "uninitialised-shared", w, ins, f"reduction on shared byte {off} of CTA {cta.rank} that nothing wrote"
+                    )
 
             def effect(cta=cta, off=off, data=data, b=b, clock=clock):
                 target = cta.smem[off : off + n]

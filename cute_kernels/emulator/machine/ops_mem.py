@@ -41,7 +41,9 @@ def check_shared_read(w, cta, off, total, ins) -> None:
     g, bm = granules(off, total)
     k = sh.unwritten(g, bm)
     if k >= 0:
-        w.machine.report("uninitialised-shared", w, ins, f"reads shared memory at byte {int(g[k]) * 4} of CTA {cta.rank} that nothing wrote")
+        w.machine.report(
+            "uninitialised-shared", w, ins, f"reads shared memory at byte {int(g[k]) * 4} of CTA {cta.rank} that nothing wrote"
+        )
     hit = sh.read(g, w.actor, w.clock, ins.line, bm)
     if hit:
         w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.wl)
@@ -154,11 +156,15 @@ def shared_targets(w, m, full, a, total, ins, cluster: bool):
     cta = w.cta
     if hi + total > cta.smem_limit or lo < 1024:
         raise EmulationError(
-            f"out-of-bounds shared access at PTX line {ins.line}{w.machine.where(ins)}: byte {hi if hi + total > cta.smem_limit else lo} "
+            f"out-of-bounds shared access at PTX line {ins.line}{w.machine.where(ins)}: "
+            f"byte {hi if hi + total > cta.smem_limit else lo} "
             f"(+{total}); the CTA has [1024, {cta.smem_limit})"
         )
     if total > 1 and (off & (total - 1)).any():
-        raise EmulationError(f"misaligned shared access at PTX line {ins.line}{w.machine.where(ins)}: {total} bytes at byte {int(off[(off & (total - 1)).argmax()])}")
+        raise EmulationError(
+            f"misaligned shared access at PTX line {ins.line}{w.machine.where(ins)}: "
+            f"{total} bytes at byte {int(off[((off & (total - 1)) != 0).argmax()])}"
+        )
     r0 = int(rank[0])
     if (rank == r0).all():
         if r0 == w.rank:
@@ -168,7 +174,9 @@ def shared_targets(w, m, full, a, total, ins, cluster: bool):
             if r0 == 0:  # below 1<<24: the executing CTA, whatever its rank
                 yield cta, sel, off
                 return
-            raise EmulationError(f"PTX line {ins.line}: a shared::cta access to CTA {r0} of the cluster (shared::cluster is needed)")
+            raise EmulationError(
+                f"PTX line {ins.line}: a shared::cta access to CTA {r0} of the cluster (shared::cluster is needed)"
+            )
         yield w.machine.peer(w, r0, ins), sel, off
         return
     lanes = np.flatnonzero(m)
@@ -200,7 +208,8 @@ def global_targets(w, m, full, a, total, ins, write: bool):
         alloc = w.machine.memory.find(x, total)
         if alloc is None:
             raise EmulationError(
-                f"out-of-bounds global {'store' if write else 'load'} at PTX line {ins.line}{w.machine.where(ins)}, lane {int(lanes[k])}: "
+                f"out-of-bounds global {'store' if write else 'load'} at PTX line {ins.line}{w.machine.where(ins)}, "
+                f"lane {int(lanes[k])}: "
                 + w.machine.memory.describe(x, total)
             )
         groups.setdefault(alloc, []).append(k)
@@ -233,7 +242,9 @@ def _dest_rows(ins: Instr, d, t: str, vec: int):
         elif isinstance(o, Reg):
             if TYPE_BITS[t] > {"h": 16, "w": 32, "d": 64, "p": 1, "q": 128}[o.cls]:
                 raise unsupported(ins, f"destination {o.name} is narrower than .{t}")
-            rows.append(({"h": "I" if signed else "H", "w": "S" if signed else "U", "d": "Y" if signed else "X"}[o.cls], o.index, None))
+            rows.append(
+                ({"h": "I" if signed else "H", "w": "S" if signed else "U", "d": "Y" if signed else "X"}[o.cls], o.index, None)
+            )
         else:
             raise unsupported(ins, f"destination {o!r}")
     return rows
@@ -526,7 +537,18 @@ def _atom(ins: Instr):
     d = ops.pop(0) if ins.base == "atom" else Sink()
     mem = ops.pop(0)
     packed = {"f16x2": ("f2", 2), "bf16x2": ("bf", 2), "f16": ("f2", 1), "bf16": ("bf", 1)}.get(t)
-    code = {"f32": "f4", "f64": "f8", "s32": "i4", "s64": "i8", "b32": "u4", "u32": "u4", "b64": "u8", "u64": "u8", "b16": "u2", "u16": "u2"}.get(t)
+    code = {
+        "f32": "f4",
+        "f64": "f8",
+        "s32": "i4",
+        "s64": "i8",
+        "b32": "u4",
+        "u32": "u4",
+        "b64": "u8",
+        "u64": "u8",
+        "b16": "u2",
+        "u16": "u2",
+    }.get(t)
     if packed is None and code is None and t != "b128":
         raise unsupported(ins, f"type .{t}")
     elt = TYPE_BITS[t] // 8
@@ -539,6 +561,7 @@ def _atom(ins: Instr):
     dests = d.items if isinstance(d, Vec) else [d]
     raw = {2: "H", 4: "U", 8: "X"}.get(elt)
     if t == "b128":
+
         def gets_q(w):
             return [w.Q[s[0].index] for s in srcs]
     else:
@@ -590,7 +613,9 @@ def _atom(ins: Instr):
     def one_space(w, m, a, kind, ins):
         lanes = np.flatnonzero(m).tolist()
         if kind == 1:
-            for cta, sel, off in shared_targets(w, m, False, a.astype(np.uint32), total, ins, space != "shared" and space != "shared::cta"):
+            for cta, sel, off in shared_targets(
+                w, m, False, a.astype(np.uint32), total, ins, space != "shared" and space != "shared::cta"
+            ):
                 ls = np.flatnonzero(sel).tolist()
                 for o in dict.fromkeys(off.tolist()):
                     acquire_var(w, cta.sync_vars, o)
@@ -598,7 +623,9 @@ def _atom(ins: Instr):
                     g, bm = granules(off, total)
                     k = cta.shadow.unwritten(g, bm)
                     if k >= 0 and name != "exch":
-                        w.machine.report("uninitialised-shared", w, ins, f"atomic on shared byte {int(g[k]) * 4} that nothing wrote")
+                        w.machine.report(
+                            "uninitialised-shared", w, ins, f"atomic on shared byte {int(g[k]) * 4} that nothing wrote"
+                        )
                     cta.shadow.vb[g] |= bm
                 for lane, o in zip(ls, off.tolist()):
                     apply_bytes(w, m, lane, cta.smem[o : o + total])
@@ -642,7 +669,16 @@ def _hint(ins: Instr):
 def _fence(ins: Instr):
     mods = set(ins.mods)
     if "proxy" in mods:
-        kinds = {"async", "async::generic", "tensormap::generic", "alias", "generic", "async::global", "async::shared::cta", "async::shared::cluster"}
+        kinds = {
+            "async",
+            "async::generic",
+            "tensormap::generic",
+            "alias",
+            "generic",
+            "async::global",
+            "async::shared::cta",
+            "async::shared::cluster",
+        }
         if not mods & kinds:
             raise unsupported(ins)
         is_async = bool(mods & {"async", "async::global", "async::shared::cta", "async::shared::cluster", "async::generic"})
@@ -653,6 +689,7 @@ def _fence(ins: Instr):
 
         return False, fence_proxy
     if "mbarrier_init" in mods:
+
         def fence_init(w, m, ins):
             if w.clock is not None:
                 np.maximum(w.clock[1], w.clock[0], out=w.clock[1])

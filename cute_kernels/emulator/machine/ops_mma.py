@@ -90,6 +90,8 @@ def _mma_async(ins: Instr):
             plan_wgmma, n, dtype, atype, btype, None if from_regs else get_a(w, m), get_b(w, m),
             trans_a=trans_a, trans_b=trans_b, scale_a=scale_a, scale_b=scale_b, satfinite=sat,
         )  # fmt: skip
+        for text in plan.lints:
+            machine.report("descriptor-layout", w, ins, text)
         accumulate = True if scale_d is None else bool(scale_d(w)[m.argmax()])
         if plan.d_registers != len(d_regs):
             machine.fatal("wgmma", w, ins, f"{len(d_regs)} D registers; the shape has {plan.d_registers}")

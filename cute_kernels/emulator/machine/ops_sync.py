@@ -161,7 +161,14 @@ def _redux(ins: Instr):
             nan = "NaN" in ins.mods
             f = (np.maximum if nan else np.fmax) if mode == "max" else (np.minimum if nan else np.fmin)
         else:
-            f = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[mode]
+            f = {
+                "add": np.add,
+                "min": np.minimum,
+                "max": np.maximum,
+                "and": np.bitwise_and,
+                "or": np.bitwise_or,
+                "xor": np.bitwise_xor,
+            }[mode]
         put(w, m, f.reduce(row, dtype=row.dtype))
 
     return True, warp_sync("redux.sync", body, member=_member(mask))
@@ -195,6 +202,7 @@ def _bar(ins: Instr):
     if mods and mods[0] == "cluster":
         return _cluster_barrier(ins)
     if mods and mods[0] == "warp":
+
         def nothing(w, m, ins, members):
             return None
 
@@ -234,6 +242,7 @@ def _barrier_body(get_id, get_n, get_pred, result, kind, aligned):
             if get_n and (expected % 32 or expected <= 0):
                 raise EmulationError(f"PTX line {ins.line}: barrier thread count {expected} is not a positive multiple of 32")
             threads = 32 if s.full else int(m.sum())
+            w.machine.release_tmem(w, ins)
             bar.arrive(w, threads, expected, None if get_pred is None else get_pred(w)[m], kind == "sync")
             w.machine.events += 1
             w.waits += 1
@@ -256,7 +265,11 @@ def _barrier_body(get_id, get_n, get_pred, result, kind, aligned):
                         return True
                 return bar.generation != generation
 
-            return Wait(ready, lambda: f"barrier {ident}: {bar.arrived} of {bar.expected} threads arrived, generation {generation}", ins.line)
+            return Wait(
+                ready,
+                lambda: f"barrier {ident}: {bar.arrived} of {bar.expected} threads arrived, generation {generation}",
+                ins.line,
+            )
         if w.clock is not None and bar.done is not None:
             np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
         if result:
@@ -290,6 +303,7 @@ def _cluster_barrier(ins: Instr):
         if cluster.barrier is None:
             cluster.barrier = ClusterBarrier()
         bar = cluster.barrier
+        w.machine.release_tmem(w, ins)
         if w.clock is not None:
             # An init fence followed by a relaxed arrive publishes the barrier objects: NVIDIA's kernels rely on it.
             bar.clock = w.clock.copy() if bar.clock is None else np.maximum(bar.clock, w.clock)
@@ -347,12 +361,16 @@ def mbarrier_at(w, addr: int, ins, *, cluster: bool = True) -> MBarrier:
         cta = w.machine.peer(w, rank, ins)
     bar = cta.mbarriers.get(off)
     if bar is None:
-        w.machine.fatal("mbarrier-uninitialised", w, ins, f"no mbarrier was initialised at shared byte {off} of CTA rank {cta.rank}")
+        w.machine.fatal(
+            "mbarrier-uninitialised", w, ins, f"no mbarrier was initialised at shared byte {off} of CTA rank {cta.rank}"
+        )
     if w.clock is not None:
         seen = w.clock[0]
         actor, tick = bar.seen
         if tick > seen[actor]:
-            w.machine.report("mbarrier-init-race", w, ins, f"uses {bar.name()} without synchronising with its init", other_line=bar.line)
+            w.machine.report(
+                "mbarrier-init-race", w, ins, f"uses {bar.name()} without synchronising with its init", other_line=bar.line
+            )
     return bar
 
 
@@ -363,7 +381,11 @@ def _state_dest(ops):
     return ops[0], ops[1:]
 
 
-_MB_MODS = SCOPES | SEMS | {"shared", "shared::cta", "shared::cluster", "b64", "noComplete", "noinc", "expect_tx", "parity", "suspendTimeHint"}
+_MB_MODS = (
+    SCOPES
+    | SEMS
+    | {"shared", "shared::cta", "shared::cluster", "b64", "noComplete", "noinc", "expect_tx", "parity", "suspendTimeHint"}
+)
 
 
 @op("mbarrier")
@@ -462,6 +484,7 @@ def _mb_arrive(ins: Instr):
     relaxed = "relaxed" in ins.mods
 
     def arrive(w, m, ins):
+        w.machine.release_tmem(w, ins)
         a = addr(w)
         counts = get(w) if get else None
         lanes = np.flatnonzero(m)
@@ -483,7 +506,6 @@ def _mb_arrive(ins: Instr):
             else:
                 n = len(ls) if counts is None else int(counts[ls].sum(dtype=np.int64))
             arrive_on(w, bar, n, ins, drop=drop, clock=None if w.clock is None or relaxed else w.clock)
-        w.machine.release_tmem(w, ins)
         if w.clock is not None:
             w.tick()
         w.machine.events += 1
@@ -695,7 +717,9 @@ def _call(ins: Instr):
                 raise EmulationError(f"device assertion failed at PTX line {ins.line}{w.machine.where(ins)}: {what}")
             fmt = text_at(w, lane, local_value(w, lane, args[0].var, 8))
             pointer = local_value(w, lane, args[1].var, 8)
-            w.machine.printed.append(_format(fmt, lambda off, n: generic_bytes(w, lane, pointer + off, n), lambda p: text_at(w, lane, p)))
+            w.machine.printed.append(
+                _format(fmt, lambda off, n: generic_bytes(w, lane, pointer + off, n), lambda p: text_at(w, lane, p))
+            )
         for r in returns:
             w.local_bytes()[:, r.var.offset : r.var.offset + 4] = 0
 

@@ -51,10 +51,14 @@ def tmem_access(w, cta, ranges, actor, clock, ins, *, read: bool, write: bool, o
     state = tmem_state(cta)
     for lane0, lanes, col0, ncols in ranges:
         if not state.columns[col0 : col0 + ncols].all():
-            machine.report("tmem-unallocated", w, ins, f"columns {col0}..{col0 + ncols - 1} of CTA rank {cta.rank} are not all allocated")
+            machine.report(
+                "tmem-unallocated", w, ins, f"columns {col0}..{col0 + ncols - 1} of CTA rank {cta.rank} are not all allocated"
+            )
         if read and clock is not None and not cta.tmem_valid[lane0 : lane0 + lanes, col0 : col0 + ncols].all():
             bad = np.argwhere(~cta.tmem_valid[lane0 : lane0 + lanes, col0 : col0 + ncols])[0]
-            machine.report("uninitialised-tmem", w, ins, f"reads lane {lane0 + int(bad[0])}, column {col0 + int(bad[1])} that nothing wrote")
+            machine.report(
+                "uninitialised-tmem", w, ins, f"reads lane {lane0 + int(bad[0])}, column {col0 + int(bad[1])} that nothing wrote"
+            )
         if clock is None:
             continue
         g = cells(lane0, lanes, col0, ncols)
@@ -95,7 +99,9 @@ def _group(ins: Instr) -> int:
 def _one_group(w, n: int, ins) -> None:
     seen = w.machine.cta_group
     if seen and seen[0] != n:
-        w.machine.report("cta-group-mixed", w, ins, f"cta_group::{n} in a kernel that uses cta_group::{seen[0]}", other_line=seen[1])
+        w.machine.report(
+            "cta-group-mixed", w, ins, f"cta_group::{n} in a kernel that uses cta_group::{seen[0]}", other_line=seen[1]
+        )
     elif not seen:
         w.machine.cta_group = (n, ins.line)
 
@@ -137,7 +143,11 @@ def _alloc(ins: Instr):
 
         first = place()
         if first < 0:
-            return Wait(lambda: place() >= 0, lambda: f"tcgen05.alloc of {count} columns: {int((~state.columns).sum())} of 512 are free", ins.line)
+            return Wait(
+                lambda: place() >= 0,
+                lambda: f"tcgen05.alloc of {count} columns: {int((~state.columns).sum())} of 512 are free",
+                ins.line,
+            )
         if state.blocks and count > list(state.blocks.values())[-1][0]:
             w.machine.report("tmem-alloc", w, ins, f"allocates {count} columns after a smaller allocation", default=False)
         state.columns[first : first + count] = True
@@ -168,10 +178,16 @@ def _dealloc(ins: Instr):
         first, count = get(w, m) & 0xFFFF, get_cols(w, m)
         block = state.blocks.get(first)
         if block is None or block[0] != count:
-            w.machine.report("tmem-dealloc", w, ins, f"frees {count} columns at {first}; allocated are {[(k, v[0]) for k, v in state.blocks.items()]}")
+            w.machine.report(
+                "tmem-dealloc",
+                w,
+                ins,
+                f"frees {count} columns at {first}; allocated are {[(k, v[0]) for k, v in state.blocks.items()]}",
+            )
             if block is None:
                 return
         if w.clock is not None:
+            w.machine.release_tmem(w, ins)
             # Freeing needs every access to the columns to be complete, as a write would.
             hit_clock = w.clock.copy()
             g = cells(0, 128, first, block[0])
@@ -179,7 +195,9 @@ def _dealloc(ins: Instr):
             sh_hit = sh.write(g, w.actor, hit_clock, ins.line, generic=False)
             if sh_hit:
                 k = int(g[sh_hit[1]])
-                w.machine.conflict(("tmem-dealloc-race", sh_hit[1]), w, ins, "tmem", w.cta, k, sh.rl if sh_hit[0].endswith("read") else sh.wl)
+                w.machine.conflict(
+                    ("tmem-dealloc-race", sh_hit[1]), w, ins, "tmem", w.cta, k, sh.rl if sh_hit[0].endswith("read") else sh.wl
+                )
         state.columns[first : first + block[0]] = False
         del state.blocks[first]
         w.machine.events += 1
@@ -238,6 +256,8 @@ def _mma(ins: Instr):
             plan_mma, kind, group, get_idesc(w, m), get_a(w, m), get_b(w, m), get_d(w, m),
             ws=ws, disable_lanes=disable, scale_input_d=scale, a_is_tmem=from_tmem, ashift=ashift,
         )  # fmt: skip
+        for text in plan.lints:
+            machine.report("descriptor-layout", w, ins, text)
         accumulate = bool(enable(w)[lane])
         ctas = _pair(w, group, ins)
         actor = clock = None
@@ -256,7 +276,9 @@ def _mma(ins: Instr):
         machine.tensor_cycles += plan.cycles
         machine.tensor_flops += plan.flops
         w.role_tensor(plan.cycles)
-        machine.submit(AsyncOp("tcgen05.mma", ins, w, ("tensor", w.tpipe, w.cta.cluster.uid), lambda: plan.apply(smems, tmems, accumulate)))
+        machine.submit(
+            AsyncOp("tcgen05.mma", ins, w, ("tensor", w.tpipe, w.cta.cluster.uid), lambda: plan.apply(smems, tmems, accumulate))
+        )
 
     return False, mma
 
@@ -275,6 +297,8 @@ def _cp(ins: Instr):
         machine = w.machine
         _one_group(w, group, ins)
         plan = machine.cached_plan(plan_cp, shape, multicast, decompress, get_desc(w, m), get_t(w, m))
+        for text in plan.lints:
+            machine.report("descriptor-layout", w, ins, text)
         actor = clock = None
         if w.clock is not None:
             machine.release_tmem(w, ins)
@@ -284,7 +308,9 @@ def _cp(ins: Instr):
                 shared_read(w, cta, fine_granules(plan.smem_granules, machine.granule_cache), actor, clock, ins, proxy=True)
             tmem_access(w, cta, plan.tmem_writes, actor, clock, ins, read=False, write=True, own=(w.tpipe, w.lpipe, w.actor))
             tmem = cta.tensor_memory
-            machine.submit(AsyncOp("tcgen05.cp", ins, w, ("tensor", w.tpipe, w.cta.cluster.uid), lambda c=cta, t=tmem: plan.apply(c.smem, t)))
+            machine.submit(
+                AsyncOp("tcgen05.cp", ins, w, ("tensor", w.tpipe, w.cta.cluster.uid), lambda c=cta, t=tmem: plan.apply(c.smem, t))
+            )
             machine.bytes["tcgen05.cp"] += plan.bytes
 
     return False, copy
@@ -372,7 +398,17 @@ def _ld(ins: Instr):
         actor = clock = None
         if w.clock is not None:
             actor, clock = agent(w, w.lpipe)
-        tmem_access(w, w.cta, plan.ranges, actor, clock, ins, read=True, write=False, own=(w.tpipe, w.lpipe, w.actor, w.cta.cluster.actor_of(("tst", w.actor))))
+        tmem_access(
+            w,
+            w.cta,
+            plan.ranges,
+            actor,
+            clock,
+            ins,
+            read=True,
+            write=False,
+            own=(w.tpipe, w.lpipe, w.actor, w.cta.cluster.actor_of(("tst", w.actor))),
+        )
         rows = plan.load(w.cta.tensor_memory)
         if m.all():
             w.regs.w[regs] = rows
@@ -443,7 +479,12 @@ def _wait(ins: Instr):
             return None
         pending = [o for o in w.tst if not o.done]
         if pending:
-            return Wait(lambda: all(o.done for o in pending), lambda: f"tcgen05.wait::st: {len(pending)} stores pending", ins.line, wants=lambda o: o in pending)
+            return Wait(
+                lambda: all(o.done for o in pending),
+                lambda: f"tcgen05.wait::st: {len(pending)} stores pending",
+                ins.line,
+                wants=lambda o: o in pending,
+            )
         w.tst.clear()
         if w.clock is not None:
             actor = w.cta.cluster.actor_of(("tst", w.actor))

@@ -70,7 +70,16 @@ def getter(o, view: str) -> Callable:
         dtype = {"U": np.uint32, "S": np.int32, "X": np.uint64, "Y": np.int64, "H": np.uint16, "F": np.float32}[view]
         return lambda w: getattr(w, base)[k].astype(dtype)
     if isinstance(o, Imm):
-        dtype = {"U": np.uint32, "S": np.int32, "X": np.uint64, "Y": np.int64, "H": np.uint16, "P": np.bool_, "F": np.float32, "D": np.float64}[view]
+        dtype = {
+            "U": np.uint32,
+            "S": np.int32,
+            "X": np.uint64,
+            "Y": np.int64,
+            "H": np.uint16,
+            "P": np.bool_,
+            "F": np.float32,
+            "D": np.float64,
+        }[view]
         if np.dtype(dtype).kind == "u":
             bits = o.bits if o.kind != "int" else int(o.value)
             row = np.full(32, bits & (2 ** (8 * np.dtype(dtype).itemsize) - 1), dtype)
@@ -140,7 +149,8 @@ _CLASSES = {
     "barrier": "barrier", "shfl": "shuffle", "vote": "vote", "redux": "vote", "match": "vote", "elect": "vote", "fence": "fence",
     "membar": "fence", "bra": "control", "brx": "control", "ret": "control", "exit": "control", "call": "control", "cvt": "convert",
     "mov": "move", "selp": "select", "setp": "compare", "set": "compare", "cvta": "address", "mapa": "address", "ex2": "special",
-    "lg2": "special", "rcp": "special", "sqrt": "special", "rsqrt": "special", "sin": "special", "cos": "special", "tanh": "special",
+    "lg2": "special", "rcp": "special", "sqrt": "special", "rsqrt": "special", "sin": "special", "cos": "special",
+    "tanh": "special",
     "setmaxnreg": "control", "griddepcontrol": "control", "nanosleep": "control", "clusterlaunchcontrol": "control",
     "prefetch": "load", "activemask": "vote",
 }  # fmt: skip

@@ -6,9 +6,9 @@ for a masked one, on first use), one blocking instruction, or one control transf
 
 from __future__ import annotations
 
-from ..ptx.flatten import Flat, flatten, registers, targets_of
-from ..ptx.ir import Instr, Mem, Module, PtxError, Reg, Vec, UnsupportedInstruction
 from ..ptx.defined import maybe_unwritten, uses_and_defs
+from ..ptx.flatten import Flat, flatten, registers, targets_of
+from ..ptx.ir import Instr, Mem, Module, PtxError, Reg, UnsupportedInstruction, Vec
 from .emit import REGISTER_ONLY, Emitter
 from .optable import OPS, classify
 
@@ -48,7 +48,23 @@ def _half_move(ins: Instr, suspects: list, tracked: set) -> str | None:
 
 
 class Item:
-    __slots__ = ("kind", "index", "instrs", "run_full", "run_masked", "fn", "ins", "target", "pred", "neg", "rpc", "targets", "line", "suspects", "marks")
+    __slots__ = (
+        "kind",
+        "index",
+        "instrs",
+        "run_full",
+        "run_masked",
+        "fn",
+        "ins",
+        "target",
+        "pred",
+        "neg",
+        "rpc",
+        "targets",
+        "line",
+        "suspects",
+        "marks",
+    )
 
     def __init__(self, kind: int, index: int, instrs: list[Instr]) -> None:
         self.kind, self.index, self.instrs = kind, index, instrs
@@ -117,8 +133,8 @@ class Program:
             if first_item[k] == len(self.items):  # nothing decoded: keep a place for the branch targets
                 first_item[k] = len(self.items)
         if errors:
-            raise errors[0] if len(errors) == 1 else UnsupportedInstruction(
-                "; ".join(dict.fromkeys(str(e) for e in errors[:20])), 0
+            raise (
+                errors[0] if len(errors) == 1 else UnsupportedInstruction("; ".join(dict.fromkeys(str(e) for e in errors[:20])), 0)
             )
         for item in self.items:
             if item.kind in (BRANCH, INDIRECT):
@@ -181,7 +197,9 @@ class Program:
                 body += em.emit(ins, masked)
             body += after
         text = "\n".join(body)
-        head = [f"{v}=w.{v}" for v in ("U", "S", "F", "G", "X", "Y", "D", "E", "LO", "HI", "H", "I", "R", "P", "Q") if f"{v}[" in text]
+        head = [
+            f"{v}=w.{v}" for v in ("U", "S", "F", "G", "X", "Y", "D", "E", "LO", "HI", "H", "I", "R", "P", "Q") if f"{v}[" in text
+        ]
         source = "def segment(w, m):\n " + ";".join(head or ["pass"]) + "\n " + text.replace("\n", "\n ") + "\n"
         scope: dict = {}
         exec(compile(source, f"<ptx line {item.line}>", "exec"), em.globals, scope)
@@ -215,7 +233,10 @@ class Program:
             half = _half_move(ins, suspects, self.tracked)
             if half is not None:
                 return before, [f"w.{half}, {name})"]
-            after = [f"w.move_written({tuple((r.cls, r.index) for r in marks)}, {keys}, {name})"]
+            # Packing 16-bit halves of which one is never written: compilers do it and then use the other half only.
+            packed = ins.base == "mov" and isinstance(ins.operands[1], Vec)
+            some = packed and len(suspects) < len(registers(ins.operands[1]))
+            after = [f"w.move_written({tuple((r.cls, r.index) for r in marks)}, {() if some else keys}, {name})"]
             return before, after
         if suspects:
             before.append(f"w.check_written({keys}, {name}, i{ins.index})")
@@ -258,7 +279,7 @@ class Program:
         return hit
 
     def source_of(self, ins: Instr) -> str:
-        """"file:line" from .loc, or ""."""
+        """ "file:line" from .loc, or ""."""
         file_number, line = ins.loc
         name = self.module.files.get(file_number)
         return f"{name}:{line}" if name and line else ""

@@ -10,8 +10,11 @@ def format_record(record: LaunchRecord) -> str:
     c = record.counters
     lines = [
         f"{record.entry}",
-        f"  grid {record.grid}, block {record.block}, cluster {record.cluster}, {record.dynamic_smem} bytes of dynamic shared memory",
-        f"  schedule {record.schedule}" + (f" (seed {record.seed})" if record.schedule == "random" else "") + f", checks {record.checks}: "
+        f"  grid {record.grid}, block {record.block}, cluster {record.cluster}, "
+        f"{record.dynamic_smem} bytes of dynamic shared memory",
+        f"  schedule {record.schedule}"
+        + (f" (seed {record.seed})" if record.schedule == "random" else "")
+        + f", checks {record.checks}: "
         f"{c.total} warp-instructions of {c.ctas} CTAs in {record.wall_seconds:.2f} s",
     ]
     if c.tensor_cycles:
@@ -23,7 +26,9 @@ def format_record(record: LaunchRecord) -> str:
     for name, role in c.roles.items():
         total = sum(role.instructions.values())
         top = ", ".join(f"{k} {v}" for k, v in role.instructions.most_common(6))
-        extra = (f", ex2 {role.exp2}" if role.exp2 else "") + (f", {role.barrier_waits} barrier waits" if role.barrier_waits else "")
+        extra = (f", ex2 {role.exp2}" if role.exp2 else "") + (
+            f", {role.barrier_waits} barrier waits" if role.barrier_waits else ""
+        )
         extra += f", {role.tensor_cycles:.0f} tensor cycles" if role.tensor_cycles else ""
         lines.append(f"  {name}: {total} instructions ({top}){extra}")
     for text in record.printed:
@@ -46,5 +51,7 @@ def format_survey(survey: dict[str, dict], version: tuple[int, int], target: str
         bad = {op: row for op, row in table.items() if not row["supported"]}
         lines.append(f"  {sum(r['count'] for r in table.values())} instructions, {len(table)} opcodes, {len(bad)} not supported")
         for op, row in sorted(table.items(), key=lambda kv: (kv[1]["supported"], -kv[1]["count"])):
-            lines.append(f"  {'' if row['supported'] else 'NO '}{row['count']:6d}  {op}" + (f"    {row['why']}" if row["why"] else ""))
+            lines.append(
+                f"  {'' if row['supported'] else 'NO '}{row['count']:6d}  {op}" + (f"    {row['why']}" if row["why"] else "")
+            )
     return "\n".join(lines)

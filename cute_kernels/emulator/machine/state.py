@@ -76,9 +76,11 @@ class Warp:
     """One warp: registers, clock, splits and per-item execution counts."""
 
     __slots__ = (
-        "U", "S", "F", "G", "X", "Y", "D", "E", "LO", "HI", "H", "I", "R", "P", "Q", "cc", "regs", "cta", "machine", "index", "rank",
+        "U", "S", "F", "G", "X", "Y", "D", "E", "LO", "HI", "H", "I", "R", "P", "Q", "cc", "regs", "cta", "machine", "index",
+        "rank",
         "live", "nlive", "live_bits", "leaves", "counts", "masked_counts", "cache", "clock", "actor", "local", "tpipe", "lpipe",
-        "cp_open", "cp_groups", "bulk_open", "bulk_groups", "bulk_unread", "tld", "tst", "maxreg", "role", "syncs", "lanes", "exited", "waits",
+        "cp_open", "cp_groups", "bulk_open", "bulk_groups", "bulk_unread", "tld", "tst", "maxreg", "role", "syncs", "lanes",
+        "exited", "waits",
         "wg_open", "wg_groups", "cluster_arrivals", "cluster_waits", "cluster_lanes", "cluster_waited",
     )  # fmt: skip
 
@@ -129,7 +131,9 @@ class Warp:
         value = self._special(name)
         dynamic = name in ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
         dtype = np.uint64 if view == "X" else np.uint16 if view == "H" else np.uint32
-        row = value.astype(dtype) if isinstance(value, np.ndarray) else np.full(32, value & (2 ** (8 * dtype().itemsize) - 1), dtype)
+        row = (
+            value.astype(dtype) if isinstance(value, np.ndarray) else np.full(32, value & (2 ** (8 * dtype().itemsize) - 1), dtype)
+        )
         if not dynamic:
             self.cache[key] = row
         return row
@@ -160,7 +164,8 @@ class Warp:
             return {"eq": one, "lt": below, "le": below | one, "ge": ~below, "gt": ~(below | one)}[kind]
         fixed = {
             "%laneid": lane, "%warpid": self.index, "%nwarpid": len(cta.warps) or 1, "%smid": cta.cluster.uid % 148, "%nsmid": 148,
-            "%gridid": 0, "%cluster_ctarank": cta.rank, "%cluster_nctarank": cx * cy * cz, "%is_explicit_cluster": int(m.cluster_given),
+            "%gridid": 0, "%cluster_ctarank": cta.rank, "%cluster_nctarank": cx * cy * cz,
+            "%is_explicit_cluster": int(m.cluster_given),
             "%dynamic_smem_size": m.dynamic_smem, "%total_smem_size": m.static_smem + m.dynamic_smem,
             "%aggr_smem_size": m.static_smem + m.dynamic_smem, "%reserved_smem_offset_begin": 0, "%reserved_smem_offset_end": 1024,
             "%reserved_smem_offset_cap": 1024, "%current_graph_exec": 0,
@@ -187,7 +192,9 @@ class Warp:
                 value = self.machine.param_address + var.offset + offset
             else:
                 value = self.machine.symbol_address(var) + offset
-            row = np.full(32, value & (0xFFFFFFFF if view in ("U", "S") else 2**64 - 1), np.uint32 if view in ("U", "S") else np.uint64)
+            row = np.full(
+                32, value & (0xFFFFFFFF if view in ("U", "S") else 2**64 - 1), np.uint32 if view in ("U", "S") else np.uint64
+            )
             self.cache[key] = row
         return row
 

@@ -291,9 +291,11 @@ def dp4a(a, b, c, sa: bool, sb: bool):
 
 def dp2a(a, b, c, sa: bool, sb: bool, hi: bool):
     x = a.view(np.int16 if sa else U16).reshape(-1, 2).astype(I64)
-    y = b.view(np.int8 if sb else U8).reshape(-1, 4).astype(I64)[:, 2:4] if hi else b.view(
-        np.int8 if sb else U8
-    ).reshape(-1, 4).astype(I64)[:, 0:2]
+    y = (
+        b.view(np.int8 if sb else U8).reshape(-1, 4).astype(I64)[:, 2:4]
+        if hi
+        else b.view(np.int8 if sb else U8).reshape(-1, 4).astype(I64)[:, 0:2]
+    )
     return ((x * y).sum(axis=1) + c.astype(I64)).astype(I32).view(U32)
 
 

@@ -259,9 +259,7 @@ def flatten(module: Module, entry: str) -> Flat:
 
     blocks, block_of = _blocks(instrs)
     _post_dominators(blocks)
-    return Flat(
-        entry, instrs, blocks, block_of, counts, fn.params, param_end, end - SHARED_BASE, align, local_end, fn.directives
-    )
+    return Flat(entry, instrs, blocks, block_of, counts, fn.params, param_end, end - SHARED_BASE, align, local_end, fn.directives)
 
 
 def _blocks(instrs: list[Instr]) -> tuple[list[Block], dict[int, int]]:
