@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import struct
 import sys
 import threading
@@ -390,5 +391,5 @@ def test_streams_and_events_stand_in():
         assert stream.cuda_stream == 0 and isinstance(stream, torch.cuda.Stream)
         with torch.cuda.stream(stream):
             event.record(stream)
-        assert event.query() and event.elapsed_time(event) == 0.0
+        assert event.query() and math.isnan(event.elapsed_time(event))
     assert torch.cuda.Stream is plain

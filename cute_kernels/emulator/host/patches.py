@@ -315,6 +315,23 @@ def patch_cuda_python(patches: PatchSet) -> None:
     put(runtime, "cudaStreamSynchronize", lambda e, stream: (okr,))
     put(runtime, "cudaLibraryUnload", lambda e, library: (runtime_api.library_unload(None, int(library)) or okr,))
 
+    # Streams are one queue and events say nothing: the time between two is NaN, which no benchmark can mistake.
+    put(driver, "cuStreamCreate", lambda e, flags: (ok, driver.CUstream(0)))
+    put(driver, "cuStreamDestroy", lambda e, stream: (ok,))
+    put(driver, "cuStreamWaitEvent", lambda e, *a: (ok,))
+    put(driver, "cuEventCreate", lambda e, flags: (ok, driver.CUevent(0)))
+    put(driver, "cuEventRecord", lambda e, *a: (ok,))
+    put(driver, "cuEventSynchronize", lambda e, event: (ok,))
+    put(driver, "cuEventElapsedTime", lambda e, start, end: (ok, float("nan")))
+    put(driver, "cuEventDestroy", lambda e, event: (ok,))
+    put(runtime, "cudaStreamCreate", lambda e: (okr, runtime.cudaStream_t(0)))
+    put(runtime, "cudaStreamDestroy", lambda e, stream: (okr,))
+    put(runtime, "cudaEventCreate", lambda e: (okr, runtime.cudaEvent_t(0)))
+    put(runtime, "cudaEventRecord", lambda e, *a: (okr,))
+    put(runtime, "cudaEventSynchronize", lambda e, event: (okr,))
+    put(runtime, "cudaEventElapsedTime", lambda e, start, end: (okr, float("nan")))
+    put(runtime, "cudaEventDestroy", lambda e, event: (okr,))
+
     def properties(emulation, device):
         value = runtime.cudaDeviceProp()
         value.name = emulation.device.name.encode()
@@ -408,8 +425,8 @@ class _Event:
         """Always done."""
 
     def elapsed_time(self, other) -> float:
-        """0.0: time is not simulated."""
-        return 0.0
+        """NaN: time is not simulated."""
+        return float("nan")
 
 
 def _switched_class(original: type, stand_in: type) -> type:

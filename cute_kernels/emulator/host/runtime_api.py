@@ -365,7 +365,7 @@ def create_handle(emulation, out, *args):
 
 @_guard
 def elapsed(emulation, out, start, end):
-    ctypes.c_float.from_address(out).value = 0.0  # the emulator does not simulate time
+    ctypes.c_float.from_address(out).value = float("nan")  # the emulator does not simulate time
     return SUCCESS
 
 
