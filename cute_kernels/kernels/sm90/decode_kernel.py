@@ -618,24 +618,29 @@ class DecodeKernel:
             mine = warp + lane * self.warps
             if lane < per_warp and mine < last_row:
                 arrived = ptx.atom_inc_acq_rel(_address(counters) + (tile_index * self.rt + mine) * 4, count - 1)
-            for i in cutlass.range_constexpr(per_warp):
-                row = warp + i * self.warps
-                if row < last_row and ptx.shuffle_i(arrived, Int32(i)) == count - 1:
+            # Two rows at a time, so that their loads are in flight together.
+            for i in cutlass.range_constexpr(0, per_warp, 2):
+                rows = [warp + j * self.warps for j in range(i, min(i + 2, per_warp))]
+                seen = [ptx.shuffle_i(arrived, Int32(j)) for j in range(i, min(i + 2, per_warp))]
+                wanted = [Int32(old == count - 1) & Int32(row < last_row) for old, row in zip(seen, rows, strict=True)]
+                if (wanted[0] | wanted[-1]) != 0:
                     cute.arch.sync_warp()
-                    self._merge_splits(
-                        out, lse, workspace, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), slot0, row, count
-                    )
+                    self._merge_splits(out, lse, workspace, sink, lane, b, h, row0, slot0, rows, wanted, count)
 
     @cute.jit
-    def _merge_splits(self, out, lse, workspace, sink, lane, b, head, token, slot0, row, count):
-        # All loads of a batch are in flight together: one L2 latency per batch.
+    def _merge_splits(self, out, lse, workspace, sink, lane, b, h, row0, slot0, rows, wanted, count):
+        """One or two rows: all splits' parts in split order, a batch of loads in flight together: one L2 latency per batch."""
         batch = 8 if self.d <= 128 else 4
-        m, l = Float32(M_START), Float32(0.0)
-        o = [[Float32(0.0) for _ in range(4)] for _ in range(-(-self.d // 128))]
+        m, l = [Float32(M_START) for _ in rows], [Float32(0.0) for _ in rows]
+        o = [[[Float32(0.0) for _ in range(4)] for _ in range(-(-self.d // 128))] for _ in rows]
         for i in cutlass.range((count + batch - 1) // batch, unroll=1):
-            parts = self._split_parts(workspace, slot0, row, lane, i * batch, batch, count)
-            m, l, o = _merge([((m, l), o), *parts])
-        self._finish(out, lse, sink, lane, b, head, token, m, l, o)
+            parts = [self._split_parts(workspace, slot0, row, lane, i * batch, batch, count) for row in rows]
+            merged = [_merge([((m[j], l[j]), o[j]), *part]) for j, part in enumerate(parts)]
+            m, l, o = [x[0] for x in merged], [x[1] for x in merged], [x[2] for x in merged]
+        for j in cutlass.range_constexpr(len(rows)):
+            if wanted[j] != 0:
+                row = row0 + rows[j]
+                self._finish(out, lse, sink, lane, b, self._head(h, row), self._token(row), m[j], l[j], o[j])
 
     def _warp_parts(self, s_base, row, lane):
         parts = []
