@@ -212,6 +212,22 @@ def test_directed_rounding(op, mode):
     assert got.tolist() == want
 
 
+@pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
+def test_directed_root_and_quotient(mode):
+    """Bracketed by neighbours: r*r (or r*b) lies on the right side of x, and one step further would pass it."""
+    rng = np.random.default_rng(6)
+    x, b = (rng.uniform(0.1, 9, 32).astype(np.float32) for _ in range(2))
+    root = lane_op(f"sqrt.{mode}.f32 %y, %x0;", "w", ["w"], [x]).view(np.float32)
+    quotient = lane_op(f"div.{mode}.f32 %y, %x0, %x1;", "w", ["w", "w"], [x, b]).view(np.float32)
+    for r, q, v, d in zip(root, quotient, x, b):
+        other = np.nextafter(r, np.float32(-np.inf if mode == "rp" else np.inf))
+        low, high = sorted((Fraction(float(r)), Fraction(float(other))))
+        assert low**2 <= Fraction(float(v)) <= high**2
+        other = np.nextafter(q, np.float32(-np.inf if mode == "rp" else np.inf))
+        low, high = sorted((Fraction(float(q)), Fraction(float(other))))
+        assert low * Fraction(float(d)) <= Fraction(float(v)) <= high * Fraction(float(d))
+
+
 def test_packed_f32x2_equals_two_scalars():
     rng = np.random.default_rng(6)
     a, b = (rng.standard_normal(64).astype(np.float32) for _ in range(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -50,18 +51,19 @@ class LaunchRecord:
         }  # fmt: skip
 
 
-_PROGRAMS: dict = {}
+_LOCAL = threading.local()  # compiled programs: their scratch rows must not be shared between threads
 _FAULTS = ("out-of-bounds shared", "out-of-bounds global", "out-of-bounds local", "misaligned", "device assertion")
 
 
 def load_program(module: Module, entry: str, *, fine: bool, checking: bool) -> Program:
-    """Decode an entry, or find it decoded: programs are kept by text, entry and mode for the life of the process."""
+    """Decode an entry, or find it decoded: programs are kept by text, entry and mode for the life of the thread."""
     key = (hash(module.text), len(module.text), entry, fine, checking)
-    program = _PROGRAMS.get(key)
+    programs = _LOCAL.__dict__.setdefault("programs", {})
+    program = programs.get(key)
     if program is None:
-        if len(_PROGRAMS) > 64:
-            _PROGRAMS.clear()
-        program = _PROGRAMS[key] = Program(module, entry, fine=fine, checking=checking)
+        if len(programs) > 64:
+            programs.clear()
+        program = programs[key] = Program(module, entry, fine=fine, checking=checking)
     return program
 
 

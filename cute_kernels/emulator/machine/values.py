@@ -465,3 +465,10 @@ def testp(x, kind):
         "finite": np.isfinite(x), "infinite": np.isinf(x), "number": x == x, "notanumber": x != x,
         "normal": np.isfinite(x) & (a >= tiny), "subnormal": (a < tiny) & (a > 0),
     }[kind]  # fmt: skip
+
+
+def directed_sqrt(x, mode):
+    """float32 square root by rz, rm or rp: the float64 root and its remainder in extended precision."""
+    hi = np.sqrt(x.astype(F64))
+    lo = (np.sqrt(x.astype(np.longdouble)) - hi).astype(F64)
+    return directed(hi, np.where(np.isfinite(lo), lo, 0.0), mode)
