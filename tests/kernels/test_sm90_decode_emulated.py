@@ -13,14 +13,17 @@ pytest.importorskip("tvm_ffi")
 from test_sm90_decode import check, make, same  # noqa: E402
 
 
-def run(q, k, v, kv_len, **options):
+def run(q, k, v, kv_len, emulation=None, **options):
+    """`emulation`: arguments of emulate(). No hazard may be reported."""
     from cute_kernels.emulator import emulate
     from cute_kernels.kernels.sm90.decode import active_attention_decode
 
     if not isinstance(kv_len, int):
         kv_len = torch.tensor(kv_len, dtype=torch.int32)
-    with emulate("sm_90a"):
-        return active_attention_decode(q, k, v, kv_len, **options)
+    with emulate("sm_90a", **(emulation or {})) as emulated:
+        result = active_attention_decode(q, k, v, kv_len, **options)
+    assert not emulated.hazards, emulated.report()
+    return result
 
 
 def case(lengths, *, h_q=8, h_kv=2, s=1, d=128, dtype=torch.bfloat16, spare=9, **options):
@@ -113,3 +116,19 @@ def test_bulk_copies_do_not_change_bits(bulk, stages):
     result = run(q, k, v, n, variant=variant)
     check(result, q, k, v, [n])
     assert same(result, run(q, k, v, n, variant=variant._replace(bulk=bulk, stages=stages)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bulk,stages", [(0, 1), (0, 2), (2, 3)])
+def test_schedules_with_strict_checks(bulk, stages):
+    from cute_kernels.kernels.sm90.decode import choose
+
+    n = 300
+    q, k, v = make(1, 4, 1, 1, 128, n + 3, [n], seed=3, device="cpu")
+    variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(split_cap=2, bulk=bulk, stages=stages)
+    results = [
+        run(q, k, v, n, variant=variant, emulation=dict(schedule=schedule, seed=seed, checks="strict"))
+        for schedule, seed in (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))
+    ]
+    check(results[0], q, k, v, [n])
+    assert all(same(results[0], r) for r in results[1:])
