@@ -34,3 +34,16 @@ def compile_tvm_ffi(options: str = ""):
     fakes = [make_fake_compact_tensor(cutlass.Float32, (n,), assumed_align=16) for _ in range(3)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(add, *fakes, stream, options=f"--enable-tvm-ffi {options}")
+
+
+@cute.kernel
+def increment_kernel(pointer: cute.Pointer, n: cutlass.Int32):
+    tensor = cute.make_tensor(pointer, cute.make_layout(1024))
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < n:
+        tensor[thread] = tensor[thread] + 1.0
+
+
+@cute.jit
+def increment(pointer: cute.Pointer, n: cutlass.Int32):
+    increment_kernel(pointer, n).launch(grid=[1, 1, 1], block=[128, 1, 1])

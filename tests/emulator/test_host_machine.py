@@ -1,0 +1,71 @@
+"""The hook on the real machine: small kernels of our own, run through their usual calls."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cutlass")
+
+from cute_kernels.emulator import EmulationError, emulate  # noqa: E402
+
+sys.path.insert(0, __file__.rsplit("/", 1)[0])
+import host_kernels as kernels  # noqa: E402
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+def test_vector_add(arch, schedule):
+    a, b, c = torch.randn(1000), torch.randn(1000), torch.full((1000,), float("nan"))
+    with emulate(arch, schedule=schedule, seed=3) as emulation:
+        kernels.compile_tvm_ffi()(a, b, c)
+    assert torch.equal(c, a + b) and emulation.hazards == []
+    counters = emulation.counters
+    assert counters["opcodes"]["add.f32"] == 32 and counters["bytes"]["global-load"] == 2 * 4000
+    assert emulation.captures[0].entry in emulation.report() and "0 hazards" in emulation.report()
+
+
+def test_views_of_one_storage():
+    storage = torch.randn(3, 1000)
+    a, b, c = storage
+    with emulate() as emulation:
+        kernels.compile_tvm_ffi()(a, b, c)
+    assert torch.equal(storage[2], storage[0] + storage[1]) and emulation.hazards == []
+
+
+def increment(tensor, n: int):
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_ptr
+
+    pointer = make_ptr(cutlass.Float32, tensor.data_ptr(), cute.AddressSpace.gmem, assumed_align=4)
+    cute.compile(kernels.increment, pointer, n)(pointer, n)
+
+
+def test_raw_pointers_have_the_bounds_of_their_tensor():
+    x = torch.zeros(100)
+    with emulate() as emulation:
+        increment(x, 100)
+        assert torch.equal(x, torch.ones(100)) and emulation.hazards == []
+        with pytest.raises(EmulationError, match="4 bytes past the end"):
+            increment(x, 101)
+
+
+def test_memory_outside_torch_is_bounded_by_its_mapping():
+    import mmap
+
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    x = torch.frombuffer(page, dtype=torch.float32)[:100].zero_()
+    address = x.data_ptr()
+
+    class Foreign:
+        def data_ptr(self):
+            return address
+
+    keep = memoryview(page)
+    del x
+    with emulate():
+        increment(Foreign(), 100)
+    assert torch.equal(torch.frombuffer(keep, dtype=torch.float32)[:101], torch.tensor([1.0] * 100 + [0.0]))
