@@ -142,10 +142,25 @@ def _real_append(
     return _run(_APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
 
 
+# torch 2.11's Inductor, given two views of one storage that an operator mutates, clones past the end of the second and gives garbage
+# without a word (seen on 2.11.0 with a three-line operator of its own; 2.13.0 is right). An error is better.
+_SLAB_MISCOMPILES = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 13)
+
+
+def _refuse_slab(k_cache: Tensor, v_cache: Tensor) -> None:
+    if k_cache.untyped_storage()._cdata == v_cache.untyped_storage()._cdata:
+        raise RuntimeError(
+            f"{_APPEND}: torch.compile of torch {torch.__version__} miscompiles an operator that writes two views of one tensor: "
+            "allocate k_cache and v_cache separately, or use torch 2.13 or newer"
+        )
+
+
 def _fake_append(
     q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
 ):
     c.check_grad(_APPEND, q, k_cache, v_cache, attn_sink, k_new, v_new)
+    if _SLAB_MISCOMPILES:
+        _refuse_slab(k_cache, v_cache)
     _check(_APPEND, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink, k_new, v_new)
     return _empty_outputs(q)
 
