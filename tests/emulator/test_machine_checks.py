@@ -253,3 +253,17 @@ def test_hazards_carry_source_lines():
     text = kernel(body, shared=BUF).replace(".address_size 64\n", '.address_size 64\n.file 1 "model.py"\n')
     record = run_ptx(text, 1, 32, [np.zeros(32, np.uint32)])
     assert record.hazards[0].source == "model.py:77" and "model.py:77" in str(record.hazards[0])
+
+
+def test_every_reported_kind_is_documented():
+    """The table of kinds and the calls that report them name the same kinds."""
+    import re
+    from pathlib import Path
+
+    from cute_kernels.emulator.machine import hazards
+
+    folder = Path(hazards.__file__).parent
+    text = "".join(p.read_text() for p in folder.glob("ops_*.py")) + (folder / "engine.py").read_text() + (folder / "state.py").read_text()
+    used = set(re.findall(r'(?:report|fatal)\(\s*"([a-z0-9-]+)"', text)) | {"tcgen05-fence", "tmem-dealloc-race", "proxy-fence"}
+    assert used <= set(hazards.KINDS), used - set(hazards.KINDS)
+    assert all(level in ("default", "strict", "both") for level, _ in hazards.KINDS.values())

@@ -38,6 +38,7 @@ class Shadow:
         self.rl = np.zeros(granules, _I32)
         self.rb = np.zeros(granules, np.uint8)
         self.multi = np.zeros(granules, np.bool_)
+        self.bars = np.zeros(granules, np.bool_)  # the granule is part of a live mbarrier object
         self.many = np.zeros((granules, actors), _I32)
 
     def unwritten(self, g: np.ndarray, bytes_=15) -> int:

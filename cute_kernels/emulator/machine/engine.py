@@ -102,8 +102,6 @@ class Machine:
         self.warp_tensor: defaultdict = defaultdict(float)
         self._regs: list[RegisterFile] = []
         self._smems: list[np.ndarray] = []
-        self._mbar_granules: dict = {}
-        self._shadow_reset: list = []
         self.const_ranges: list[tuple[int, int]] = []
         self._symbols: dict = {}
         self._load_module(params)
@@ -238,17 +236,6 @@ class Machine:
         if self.checking and all(x.exited for x in cta.warps):
             self.report("dsmem-after-exit", w, ins, f"touches shared memory of CTA rank {rank}, which has exited")
         return cta
-
-    # -- mbarrier bytes
-    def mbar_granules(self, cta) -> np.ndarray:
-        hit = self._mbar_granules.get(id(cta))
-        if hit is None:
-            offs = np.array(sorted(cta.mbarriers), np.int64) >> 2
-            hit = self._mbar_granules[id(cta)] = np.concatenate([offs, offs + 1])
-        return hit
-
-    def forget_mbar_granules(self, cta) -> None:
-        self._mbar_granules.pop(id(cta), None)
 
     # -- clocks of asynchronous agents
     def tick_agent(self, cluster, actor: int) -> int:

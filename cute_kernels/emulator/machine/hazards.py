@@ -38,3 +38,79 @@ class Hazard:
 
     def as_dict(self) -> dict:
         return asdict(self)
+
+
+#: Every kind of finding. "strict": reported at that level only; "both": the strict level reports more cases of it.
+KINDS: dict[str, tuple[str, str]] = {
+    "race-read-after-write-*": ("default", "a read that is not ordered after a write (shared, tmem or global memory)"),
+    "race-write-after-read-*": ("default", "a write that is not ordered after a read"),
+    "race-write-after-write-*": ("default", "two writes in no order"),
+    "proxy-fence": ("both", "an asynchronous read of a generic write with no fence.proxy.async between"),
+    "uninitialised-shared": ("default", "a read of shared memory that nothing wrote"),
+    "uninitialised-tmem": ("default", "a read of tensor memory that nothing wrote since its allocation"),
+    "uninitialised-register": ("default", "an unwritten register reaches a store, branch, address or other unit"),
+    "out-of-bounds-global": ("default", "an access outside every allocation; ends the launch"),
+    "out-of-bounds-shared": ("default", "an access outside the CTA's static and dynamic shared memory; ends the launch"),
+    "out-of-bounds-local": ("default", "an access outside the thread's local frame; ends the launch"),
+    "misaligned": ("default", "an access that is not aligned to its size; ends the launch"),
+    "write-to-readonly": ("default", "a store to an allocation registered as read-only, or to a kernel parameter"),
+    "mbarrier-uninitialised": ("default", "use of an mbarrier that nothing initialised; ends the launch"),
+    "mbarrier-init-race": ("default", "use of an mbarrier without synchronising with its init"),
+    "mbarrier-reinit": ("default", "init of a live mbarrier without inval"),
+    "mbarrier-underflow": ("default", "more arrivals than a phase expects"),
+    "mbarrier-count": ("default", "an expected arrival count outside 1..2**20-1"),
+    "mbarrier-parity": ("default", "a phase parity that is neither 0 nor 1"),
+    "mbarrier-tx-overflow": ("default", "a tx-count outside +-(2**20-1)"),
+    "mbarrier-tx-at-exit": ("both", "bytes completed and never expected; strict: also expected and never completed"),
+    "mbarrier-overwritten": ("default", "a write over a live mbarrier object"),
+    "mbarrier-remote-wait": ("default", "a wait on another CTA's mbarrier; ends the launch"),
+    "st-async-barrier": ("default", "st.async whose mbarrier is not in the destination CTA"),
+    "bulk-store-at-exit": ("default", "a thread exits before its bulk stores have read shared memory"),
+    "bulk-alignment": ("default", "a bulk copy whose size or address is no multiple of 16; ends the launch"),
+    "cp-async-size": ("default", "a source size above the copy size; ends the launch"),
+    "multicast-mask": ("default", "a CTA mask that names CTAs outside the cluster; ends the launch"),
+    "cluster-barrier": ("both", "a wait without an arrive; strict: two arrives without a wait between"),
+    "cluster-rank": ("default", "a CTA rank outside the cluster; ends the launch"),
+    "dsmem-after-exit": ("default", "an access to shared memory of a CTA that has exited"),
+    "divergent-barrier": ("default", "an aligned barrier executed by part of a warp"),
+    "divergent-aligned": ("default", "a .sync.aligned tensor instruction executed by part of a warp"),
+    "shuffle-inactive-lane": ("strict", "a shuffle that reads a lane which does not take part"),
+    "tcgen05-fence": ("strict", "tcgen05 accesses of different threads without tcgen05.fence on both sides"),
+    "tmem-alloc": ("both", "an illegal column count, or alloc after relinquish; strict: sizes that grow"),
+    "tmem-dealloc": ("default", "freeing columns that were not allocated so"),
+    "tmem-dealloc-race": ("default", "freeing columns while an access is not ordered before it"),
+    "tmem-leak": ("default", "columns still allocated at exit"),
+    "tmem-unallocated": ("default", "an access to columns that are not allocated"),
+    "tmem-address": ("default", "a tensor-memory address that differs between lanes"),
+    "tmem-lane": ("strict", "lane quarter 0 named where the warp's own quarter is meant"),
+    "cta-group": ("default", "cta_group::2 without a CTA pair; ends the launch"),
+    "cta-group-mixed": ("default", "both cta_group values in one kernel"),
+    "mma-many-threads": ("default", "tcgen05.mma issued by more than one thread"),
+    "descriptor-layout": ("default", "a matrix descriptor that names no canonical layout"),
+    "illegal-operand": ("default", "a descriptor, shape, coordinate or tensor map the ISA forbids; ends the launch"),
+    "tcgen05-ld": ("default", "a register count that does not fit the shape; ends the launch"),
+    "tcgen05-st": ("default", "a register count that does not fit the shape; ends the launch"),
+    "wgmma": ("default", "a register count that does not fit the shape; ends the launch"),
+    "setmaxnreg": ("default", "inc below or dec above the present count (waiting for registers shows as deadlock)"),
+    "deadlock": ("default", "no warp can run, or none has any effect any more"),
+    "device-assertion": ("default", "__assertfail was called; ends the launch"),
+    "fault": ("default", "any other error that ended the launch"),
+}
+
+#: What the default level forgives, and the sequence in published kernels that needs it.
+RELAXATIONS: dict[str, str] = {
+    "tcgen05.fence": "no tcgen05.fence is asked for: CuTe DSL GEMM and FlashAttention-4 pass tensor memory between warps through "
+    "mbarriers alone",
+    "tcgen05.wait::ld": "a load counts as complete at a release, an MMA or a dealloc once one of its registers has been read: the "
+    "CuTe DSL persistent GEMM converts the accumulator, then arrives, with no wait::ld",
+    "cp.async": "copies signalled through cp.async.mbarrier.arrive are visible to the async proxy of the waiter: "
+    "FlashAttention-4's 64-key MLA kernel feeds tcgen05.mma so, with no fence.proxy.async",
+    "cluster barrier": "arrive, arrive, wait, wait: FlashAttention-4's 2-CTA MLA kernel sets up two groups of barriers so; "
+    "arrivals are counted, and barrier.cluster.arrive.relaxed after fence.mbarrier_init publishes the barriers",
+    "expect_tx at exit": "a last mbarrier.arrive.expect_tx without a copy: the producer tail of CuTe DSL TMA pipelines",
+    "lane quarter": "tcgen05.ld/st of warps 1-3 with lane 0 in the address: cudnn's head-64 sparse attention, "
+    "NVIDIA's 1cta_mma_a_from_tmem example",
+    "write order of proxies": "an asynchronous write after a generic access needs synchronisation only, no proxy fence",
+    "memory scopes": "every atomic, volatile, relaxed, acquire or release access synchronises through its address, at any scope",
+    "lanes of a warp": "lanes of one warp are one actor: races between them are not looked for",
+}

@@ -77,7 +77,7 @@ def shared_write(w, cta, g, actor, clock, ins, *, generic: bool) -> None:
     hit = sh.write(g, actor, clock, ins.line, generic=generic)
     if hit:
         w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.rl if hit[0].endswith("read") else sh.wl)
-    if cta.mbarriers and np.isin(w.machine.mbar_granules(cta), g).any():
+    if sh.bars[g].any():
         w.machine.report("mbarrier-overwritten", w, ins, "an asynchronous copy writes over a live mbarrier object")
 
 

@@ -55,10 +55,8 @@ def check_shared_write(w, cta, off, total, ins) -> None:
     hit = sh.write(g, w.actor, w.clock, ins.line, bm)
     if hit:
         w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.rl if hit[0].endswith("read") else sh.wl)
-    if cta.mbarriers:
-        bars = w.machine.mbar_granules(cta)
-        if np.isin(g, bars).any():
-            w.machine.report("mbarrier-overwritten", w, ins, "writes over a live mbarrier object")
+    if sh.bars[g].any():
+        w.machine.report("mbarrier-overwritten", w, ins, "writes over a live mbarrier object")
 
 
 def check_global(w, alloc, addr: np.ndarray, total: int, ins, write: bool, *, actor=None, clock=None) -> None:

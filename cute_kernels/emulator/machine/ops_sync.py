@@ -434,8 +434,8 @@ def _mb_init(ins: Instr):
                 hit = sh.write(g, w.actor, w.clock, ins.line)
                 if hit:
                     w.machine.conflict(hit, w, ins, "shared", w.cta, int(g[hit[1]]), sh.wl)
+                sh.bars[g] = True
                 bar.seen = (w.actor, int(w.clock[0][w.actor]))
-        w.cta.cluster.machine.forget_mbar_granules(w.cta)
         w.machine.events += 1
 
     return False, init
@@ -449,8 +449,9 @@ def _mb_inval(ins: Instr):
             bar = mbarrier_at(w, a, ins, cluster=False)
             del w.cta.mbarriers[bar.offset]
             if w.cta.shadow is not None:
-                w.cta.shadow.vb[[bar.offset >> 2, (bar.offset >> 2) + 1]] = 0
-        w.machine.forget_mbar_granules(w.cta)
+                g = [bar.offset >> 2, (bar.offset >> 2) + 1]
+                w.cta.shadow.vb[g] = 0
+                w.cta.shadow.bars[g] = False
 
     return False, inval
 
