@@ -69,3 +69,19 @@ def test_memory_outside_torch_is_bounded_by_its_mapping():
     with emulate():
         increment(Foreign(), 100)
     assert torch.equal(torch.frombuffer(keep, dtype=torch.float32)[:101], torch.tensor([1.0] * 100 + [0.0]))
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+def test_tma_tile_copy(arch, schedule):
+    from cutlass import cute
+    from cutlass.cute.runtime import from_dlpack
+
+    source, target = torch.randn(128, 96).half(), torch.zeros(128, 96).half()
+    with emulate(arch, schedule=schedule) as emulation:
+        wrapped = [from_dlpack(t, assumed_align=16) for t in (source, target)]
+        cute.compile(kernels.tile_copy, *wrapped)(*wrapped)
+    assert torch.equal(source, target) and emulation.hazards == [], emulation.report()
+    (tensor_map,) = emulation.captures[0].tensor_maps().values()
+    assert tensor_map.address == source.data_ptr() and tensor_map.dtype == "f16" and tensor_map.swizzle == "64B"
+    assert tensor_map.dims == (96, 128) and tensor_map.strides == (192,) and tensor_map.box == (32, 64)

@@ -89,6 +89,15 @@ class Capture:
         _, offset, size = self.slots[index]
         return self.params[offset : offset + size]
 
+    def tensor_maps(self) -> dict[int, Any]:
+        """The decoded `TensorMap` of every 128-byte parameter, by parameter index.
+
+        Raises IllegalOperand for a 128-byte parameter that is not a tensor map.
+        """
+        from ..datapath.tensormap import TensorMap
+
+        return {i: TensorMap.decode(self.param(i)) for i, (_, _, size) in enumerate(self.slots) if size == 128}
+
 
 @dataclass
 class Emulation:
