@@ -82,8 +82,8 @@ def _run(op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window
     device = q.device
     target = dispatch.current_target(device)
     key = (
-        q.dtype, device, q.shape, q.stride(), layout(k_cache), layout(v_cache), None if by_int else layout(kv_len), layout(attn_sink),
-        layout(k_new), layout(v_new), sm_scale, causal, window_left, softcap, target,
+        q.dtype, device, q.shape, q.stride(), layout(k_cache), layout(v_cache), None if by_int else layout(kv_len),
+        layout(attn_sink), layout(k_new), layout(v_new), sm_scale, causal, window_left, softcap, target,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -142,8 +142,8 @@ def _real_append(
     return _run(_APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
 
 
-# torch 2.11's Inductor, given two views of one storage that an operator mutates, clones past the end of the second and gives garbage
-# without a word (seen on 2.11.0 with a three-line operator of its own; 2.13.0 is right). An error is better.
+# torch 2.11's Inductor, given two views of one storage that an operator mutates, clones past the end of the second and gives
+# garbage without a word (seen on 2.11.0 with a three-line operator of its own; 2.13.0 is right). An error is better.
 _SLAB_MISCOMPILES = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 13)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from cute_kernels.jit.target import current_target
+
 # (operator family, architecture) -> module that holds the kernel, imported when first needed (it imports the DSL). It offers
 #   can_implement(**arguments) -> str | None      None, or why this case is not supported: a function of shapes, strides, dtypes and
 #                                                 options alone, since its answer is kept; not of addresses or of a length
@@ -24,6 +26,8 @@ KERNELS: dict[tuple[str, str], str] = {
 }
 
 _ARCH_NAMES = {"sm_90a": "Hopper (H100, H200)", "sm_100a": "Blackwell (B200)", "sm_103a": "Blackwell (B300)"}
+__all__ = ["KERNELS", "NoKernelError", "current_target", "last_backend", "record", "select", "supported_text"]
+
 _state = threading.local()
 _warned: set[tuple[str, str]] = set()
 
@@ -41,14 +45,6 @@ def last_backend() -> str | None:
 def supported_text(family: str) -> str:
     archs = sorted(arch for f, arch in KERNELS if f == family)
     return ", ".join(f"{a} {_ARCH_NAMES.get(a, '')}".strip() for a in archs) or "no architecture yet"
-
-
-def current_target(device: torch.device) -> Any | None:
-    """The target to run on: the emulator's inside `emulate`, a GPU's own, None for a plain CPU or an unsupported GPU."""
-    global current_target
-    from cute_kernels.jit.target import current_target  # replaces this function: an import costs 1 us a call
-
-    return current_target(device)
 
 
 def select(family: str, device: torch.device, target: Any | None, arguments: dict[str, Any]) -> tuple[Any | None, str]:

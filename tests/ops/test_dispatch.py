@@ -44,7 +44,8 @@ def test_a_gpu_without_a_kernel_is_told_once_which_have_one(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", {("active_attention", "sm_90a"): "nowhere"})
     monkeypatch.setattr(dispatch, "_warned", set())
     gpu = torch.device("cuda", 0)
-    with pytest.warns(UserWarning, match=r"no kernel for this GPU \(kernels: sm_90a Hopper \(H100, H200\)\); running the exact reference"):
+    text = r"no kernel for this GPU \(kernels: sm_90a Hopper \(H100, H200\)\); running the exact reference"
+    with pytest.warns(UserWarning, match=text):
         assert dispatch.select("active_attention", gpu, None, {}) == (None, "reference[cuda]")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
