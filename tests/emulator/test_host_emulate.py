@@ -393,3 +393,14 @@ def test_streams_and_events_stand_in():
             event.record(stream)
         assert event.query() and math.isnan(event.elapsed_time(event))
     assert torch.cuda.Stream is plain
+
+
+def test_tensors_that_cannot_be_exported_are_an_error(capfd):
+    a, b, c = operands()
+    sparse = a.to_sparse()
+    with emulate(backend=record_only) as emulation:
+        function = kernels.compile_tvm_ffi()
+        with pytest.raises(SystemError):
+            function(sparse, b, c)
+        function(a.requires_grad_(), b, c)
+    assert "doesn't have storage" in capfd.readouterr().err and len(emulation.captures) == 1

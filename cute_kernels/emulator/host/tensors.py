@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -142,6 +143,19 @@ _BORROW = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
 _STREAM = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 
 
+def _code(function, tensor, out) -> int:
+    """Calls torch's function; -1 when it raises (a sparse tensor, say).
+
+    A ctypes callback cannot hand an exception on to C, so the caller then raises SystemError without a message; torch's
+    own one is printed.
+    """
+    try:
+        return function(tensor, out)
+    except BaseException:
+        traceback.print_exc()
+        return -1
+
+
 class ExchangeTable:
     """torch's C exchange table, with hooks that relabel CPU tensors on emulating threads. Made once per process."""
 
@@ -159,7 +173,7 @@ class ExchangeTable:
         }
 
     def _from_object(self, tensor, out):
-        code = self._real_from(tensor, out)
+        code = _code(self._real_from, tensor, out)
         emulation = current()
         if code == 0 and emulation is not None:
             head = _Versioned.from_address(out[0]).tensor
@@ -167,7 +181,7 @@ class ExchangeTable:
         return code
 
     def _borrow(self, tensor, out):
-        code = self._real_borrow(tensor, out)
+        code = _code(self._real_borrow, tensor, out)
         emulation = current()
         if code == 0 and emulation is not None:
             self._note(emulation, tensor, _DLTensor.from_address(out))
