@@ -19,6 +19,7 @@ from cute_kernels.kernels.sm90.sparse_layout import (
     BAR_A,
     BAR_B,
     BAR_FINAL,
+    BAR_LEFT,
     BAR_QK,
     EX_L0,
     EX_L1,
@@ -205,12 +206,24 @@ class Consumer:
         self.move_reference(c)
 
     @cute.jit
-    def publish_p(self, offset: cutlass.Constexpr[int], barrier: cutlass.Constexpr[int], c: SimpleNamespace):
-        """scores = 2**(scores * scale - new), p = their bf16 rounding; p and new to shared memory for the other warpgroup."""
+    def publish_p(
+        self,
+        offset: cutlass.Constexpr[int],
+        barrier: cutlass.Constexpr[int],
+        c: SimpleNamespace,
+        over_k: cutlass.Constexpr[bool],
+    ):
+        """scores = 2**(scores * scale - new), p = their bf16 rounding; p and new to shared memory for the other warpgroup.
+
+        over_k: p overlays a tile of K_a. Each of the four warps reads all of it in its part of Q K_a^T, and wait_group is per
+        warp, so that they must meet before the first of them stores.
+        """
         for i in cutlass.range_constexpr(32):
             x = c.scores[i] if const_expr(self.general_scale) else c.scores[i] * c.scale
             c.scores[i] = dev.exp2(x - c.new[(i // 2) % 2])
         c.p.store(c.scores.load().to(BFloat16))
+        if const_expr(over_k):
+            cute.arch.barrier(barrier_id=BAR_LEFT, number_of_threads=128)
         words = cute.recast_tensor(c.p, Int32)
         for k in cutlass.range_constexpr(4):
             dev.stmatrix_x4(
@@ -284,7 +297,7 @@ class Consumer:
         """m_a and P_a, published; O_left += P_a V_a."""
         self.lazy_max(c)
         self.move_reference(c)
-        self.publish_p(EX_MAX_A, BAR_A, c)
+        self.publish_p(EX_MAX_A, BAR_A, c, self.d_qk == 576)
         self.issue_own(c)
         self.add_sums(c)
         warpgroup.wait_group(0)
@@ -312,6 +325,9 @@ class Consumer:
         if (flags & FLAG_HAS_B) != 0:
             self.left_other(c)
             warpgroup.wait_group(0)
+        else:
+            # Warpgroup 1 has nothing to hand over, but it must have read the previous row's sums before this row's replace them.
+            cute.arch.barrier(barrier_id=BAR_B, number_of_threads=256)
         self.release(B_LEFT, c)
         return it + 1
 
@@ -336,7 +352,7 @@ class Consumer:
                 cute.arch.mbarrier_arrive(c.bars + Q_EMPTY)
             # ---- m_b, P_b
             self.lazy_max(c)
-            self.publish_p(EX_MAX_B, BAR_B, c)
+            self.publish_p(EX_MAX_B, BAR_B, c, False)
             warpgroup.wait_group(0)
             self.release(A_RIGHT, c)
             # ---- O_right += P_b V_b
@@ -346,6 +362,7 @@ class Consumer:
             warpgroup.wait_group(0)
             self.release(B_RIGHT, c)
         else:
+            cute.arch.barrier_arrive(barrier_id=BAR_B, number_of_threads=256)
             cute.arch.mbarrier_wait(c.bars + K_FULL + B_LEFT, phase)  # nothing was loaded; keeps the phases in step
             cute.arch.barrier(barrier_id=BAR_A, number_of_threads=256)
             self.take_reference(EX_MAX_A, c)
@@ -410,7 +427,15 @@ class Consumer:
 
     @cute.jit
     def epilogue(
-        self, right: cutlass.Constexpr[int], token, first_head, mOut, mMax, mLse, mSink, c: SimpleNamespace
+        self,
+        right: cutlass.Constexpr[int],
+        token,
+        first_head,
+        mOut,
+        mMax,
+        mLse,
+        mSink,
+        c: SimpleNamespace,
     ):
         """Join the two warpgroups' sums, write the statistics, normalise and store this warpgroup's 256 columns."""
         inverse = cute.make_rmem_tensor(2, Float32)

@@ -31,8 +31,10 @@ phase per iteration; info_full, info_empty (mask ring, two stages); q_full, q_em
 216 / 72 after setmaxnreg, no spills; every wgmma group is asynchronous (a product in flight across a branch makes ptxas serialise
 all of them: tests/kernels/test_sm90_sparse.py counts the waits).
 
-Evidence: right on an H200 (66 cases against float64, 70,000 rows, offsets past 2**31, graph replay) and in the emulator; not yet
-run under compute-sanitizer.
+Evidence. On an H200, 2026-11-29: 66 cases against float64, 70,000 rows, offsets past 2**31, graph replay, timings. Changed after
+that run and seen in the emulator only (right, no hazard under two schedules): the barrier before P_a overlays K_a, BAR_B also after
+a single block, one CTA per row when lengths are given, masks with a block stride, one register set for both gathers. Not run under
+compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.kernels.sm90.sparse_consumer import Consumer
 from cute_kernels.kernels.sm90.sparse_layout import (
     CONSUMER_REGISTERS,
+    EX_BYTES,
     INFO_EMPTY,
     INFO_FULL,
     INFO_STAGE,
@@ -147,7 +150,7 @@ class SparsePrefillSm90(Producer, Consumer):
         else:
             smem.p_a = smem.k + 8 * TILE_ELEMENTS  # the last column tile of K_a
         smem.info = allocator.allocate_array(Int32, 2 * INFO_STAGE // 4, byte_alignment=16).toint()
-        smem.exchange = allocator.allocate_array(Float32, 6 * 64, byte_alignment=16).toint()
+        smem.exchange = allocator.allocate_array(Float32, EX_BYTES // 4, byte_alignment=16).toint()
         smem.bars = allocator.allocate_array(Int64, N_BARRIERS, byte_alignment=8)
         bars = smem.bars
 

@@ -17,6 +17,7 @@ BAR_QK = 1  # Q K_a^T has been issued
 BAR_A = 2  # P_a and m_a are in shared memory
 BAR_B = 3  # P_b and m_b are in shared memory
 BAR_FINAL = 4  # both warpgroups' sums are in shared memory
+BAR_LEFT = 5  # warpgroup 0 alone, 128 threads: its four warps have finished Q K_a^T
 
 # mbarrier slots, 8 bytes each; k_full and k_empty in the order a left, a right, b left, b right
 A_LEFT, A_RIGHT, B_LEFT, B_RIGHT = 0, 1, 2, 3
@@ -30,3 +31,4 @@ FLAG_LAST, FLAG_HAS_B = 1, 2
 
 # float32 exchange area: m_a, m_b, then the sums and maxima of each warpgroup; 64 rows each
 EX_MAX_A, EX_MAX_B, EX_L0, EX_L1, EX_T0, EX_T1 = (256 * i for i in range(6))
+EX_BYTES = 6 * 256

@@ -167,10 +167,9 @@ class Producer:
         rows_b = cute.make_rmem_tensor(4, Int32)
         next_rows_a = cute.make_rmem_tensor(4, Int32)
         next_rows_b = cute.make_rmem_tensor(4, Int32)
-        src_a = cute.make_rmem_tensor(4, Int64)
-        src_b = cute.make_rmem_tensor(4, Int64)
-        size_a = cute.make_rmem_tensor(4, Int32)
-        size_b = cute.make_rmem_tensor(4, Int32)
+        # of the rows being gathered: a's, then b's, so that one set of registers serves both
+        src = cute.make_rmem_tensor(4, Int64)
+        size = cute.make_rmem_tensor(4, Int32)
 
         it = Int32(0)
         q_phase = Int32(1)
@@ -208,9 +207,9 @@ class Producer:
             for i in cutlass.range_constexpr(4):
                 head = first_head + sub + 16 * i
                 inside = head < h_q
-                size_a[i] = Int32(16) if inside else Int32(0)
-                src_a[i] = q_row + Int64(head if inside else Int32(0)) * (Int64(mQ.stride[1]) * 2)
-            self.gather(q_dst, 0, 0, self.tiles, src_a, size_a, policy)
+                size[i] = Int32(16) if inside else Int32(0)
+                src[i] = q_row + Int64(head if inside else Int32(0)) * (Int64(mQ.stride[1]) * 2)
+            self.gather(q_dst, 0, 0, self.tiles, src, size, policy)
             cute.arch.cp_async_mbarrier_arrive_noinc(bars + Q_FULL)
 
             # a row without counted keys still runs one iteration, of zero rows under an empty mask
@@ -226,26 +225,27 @@ class Producer:
                 phase = it & 1
                 if warp == 0:
                     self.publish(it, info, bars, lane, a, b, more)
-                for i in cutlass.range_constexpr(4):
-                    size_a[i] = ((a[3] >> i) & 1) << 4
-                    size_b[i] = ((b[3] >> i) & 1) << 4
-                    src_a[i] = kv_base + Int64(rows_a[i]) * kv_stride
-                    src_b[i] = kv_base + Int64(rows_b[i]) * kv_stride
 
                 # ---- column tiles, in the order in which the consumers release them
+                for i in cutlass.range_constexpr(4):
+                    size[i] = ((a[3] >> i) & 1) << 4
+                    src[i] = kv_base + Int64(rows_a[i]) * kv_stride
                 cute.arch.mbarrier_wait(bars + K_EMPTY + A_LEFT, phase ^ 1)
-                self.gather(k_dst, 0, 0, LEFT_TILES, src_a, size_a, policy)
+                self.gather(k_dst, 0, 0, LEFT_TILES, src, size, policy)
                 cute.arch.cp_async_mbarrier_arrive_noinc(bars + K_FULL + A_LEFT)
                 cute.arch.mbarrier_wait(bars + K_EMPTY + A_RIGHT, phase ^ 1)
-                self.gather(k_dst, 0, LEFT_TILES, self.tiles, src_a, size_a, policy)
+                self.gather(k_dst, 0, LEFT_TILES, self.tiles, src, size, policy)
                 cute.arch.cp_async_mbarrier_arrive_noinc(bars + K_FULL + A_RIGHT)
+                for i in cutlass.range_constexpr(4):
+                    size[i] = ((b[3] >> i) & 1) << 4
+                    src[i] = kv_base + Int64(rows_b[i]) * kv_stride
                 cute.arch.mbarrier_wait(bars + K_EMPTY + B_RIGHT, phase ^ 1)
                 if has_b != 0:
-                    self.gather(k_dst, self.k_bytes, LEFT_TILES, self.tiles, src_b, size_b, policy)
+                    self.gather(k_dst, self.k_bytes, LEFT_TILES, self.tiles, src, size, policy)
                 cute.arch.cp_async_mbarrier_arrive_noinc(bars + K_FULL + B_RIGHT)
                 cute.arch.mbarrier_wait(bars + K_EMPTY + B_LEFT, phase ^ 1)
                 if has_b != 0:
-                    self.gather(k_dst, self.k_bytes, 0, LEFT_TILES, src_b, size_b, policy)
+                    self.gather(k_dst, self.k_bytes, 0, LEFT_TILES, src, size, policy)
                 cute.arch.cp_async_mbarrier_arrive_noinc(bars + K_FULL + B_LEFT)
 
                 for i in cutlass.range_constexpr(4):
