@@ -150,7 +150,7 @@ def test_emulated(bench, sizes, options):
 @pytest.mark.full
 @pytest.mark.parametrize("planted", ["tiles not waited for", "P_a stored before all warps have read K_a"])
 def test_emulator_sees_planted_races(bench, planted):
-    """The second one was in this kernel until the emulator named it; 500 launches on an H200 had shown no difference."""
+    """The second one was in this kernel until the emulator named it; no run on an H200 had shown it."""
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     import cutlass
     import cutlass.cute as cute
