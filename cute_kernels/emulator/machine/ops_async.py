@@ -21,11 +21,12 @@ _FOUR = np.arange(4)
 class AsyncOp:
     """One asynchronous operation. `pipe`: operations with equal pipes complete in issue order; None: in any order."""
 
-    __slots__ = ("what", "ins", "warp", "pipe", "effect", "bars", "done")
+    __slots__ = ("what", "ins", "warp", "pipe", "effect", "bars", "done", "marks")
 
     def __init__(self, what: str, ins: Instr, warp, pipe, effect, bars=()) -> None:
         self.what, self.ins, self.warp, self.pipe, self.effect, self.bars = what, ins, warp, pipe, effect, bars
         self.done = False
+        self.marks: list[tuple[int, int]] = []  # (actor, tick) that waiting for the operation observes (wgmma)
 
     def signals(self, bar: MBarrier) -> bool:
         return bar in self.bars

@@ -52,9 +52,11 @@ def _wait_group(ins: Instr):
         if any(not o.done for o in ops):
             return Wait(lambda: all(o.done for o in ops), lambda: f"wgmma.wait_group {keep}", ins.line, wants=lambda o: o in ops)
         for _ in late:
-            _, tick = w.wg_groups.popleft()
+            group, _tick = w.wg_groups.popleft()
             if w.clock is not None:
-                w.clock[0, w.tpipe] = max(w.clock[0, w.tpipe], tick)
+                # The operation is one for the warpgroup: its completion covers what all four warps' shares read.
+                for actor, tick in (mark for o in group for mark in o.marks):
+                    w.clock[0, actor] = max(w.clock[0, actor], tick)
         return None
 
     return True, wait
@@ -96,9 +98,11 @@ def _mma_async(ins: Instr):
         if plan.d_registers != len(d_regs):
             machine.fatal("wgmma", w, ins, f"{len(d_regs)} D registers; the shape has {plan.d_registers}")
         warps = sorted(warps, key=lambda x: x.index)
+        marks: list[tuple[int, int]] = []
         if w.clock is not None:
             for x in warps:
                 actor, clock = agent(x, x.tpipe)
+                marks.append((actor, int(clock[0, actor])))
                 shared_read(x, x.cta, fine_granules(plan.smem_granules, machine.granule_cache), actor, clock, ins, proxy=True)
         machine.tensor_cycles += plan.cycles
         machine.tensor_flops += plan.flops
@@ -113,6 +117,7 @@ def _mma_async(ins: Instr):
                 x.regs.w[d_regs] = new[:, 32 * k : 32 * k + 32]
 
         o = AsyncOp("wgmma", ins, w, ("wgmma", w.index // 4, w.actor // 4, w.cta.cluster.uid), effect)
+        o.marks = marks
         for x in warps:
             x.wg_open.append(o)
         machine.submit(o)

@@ -625,7 +625,9 @@ def _setmaxnreg(ins: Instr):
         machine = w.machine
         if cta.reg_pool is None:
             cta.reg_pool = 64 * 1024 - machine.nwarps * 32 * machine.initial_regs
-        current = w.maxreg or machine.initial_regs
+        # Up to 256 threads the register file does not bound what ptxas gave the kernel: the first request is taken as is.
+        known = machine.nwarps > 8 or "maxnreg" in machine.program.flat.directives
+        current = w.maxreg or (machine.initial_regs if known else n)
         need = (n - current) * 32
         if inc and n < current:
             machine.report("setmaxnreg", w, ins, f"inc to {n} registers, below the {current} the warp has")
