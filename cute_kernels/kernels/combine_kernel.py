@@ -10,8 +10,8 @@ other (4 in flight, no branch in between), the weight comes by shuffle. A lane t
 and 0 * NaN is NaN) reads the row's largest part instead, which has the weight 1 and lies in L1 already. 3. Division by the sum
 plus exp(sink - max).
 
-Budgets (measured by ptxas, see tests/jit): no shared memory, no stack, at most 64 registers (8 CTAs an SM need 64: 32 warps with
-four 16-byte loads in flight a lane are 64 KiB an SM, about what an H200 needs for its bandwidth).
+Budgets (measured by ptxas, see tests/jit): no shared memory, no stack, at most 64 registers, so that 8 CTAs fit an SM: 32 warps
+with four 16-byte loads in flight a lane are 64 KiB an SM. Its speed has not been measured.
 
 Numbers. fp32; base-2 exponentials and logarithms (ex2.approx, lg2.approx, 2 ulp). A NaN lse is not empty: it makes its row NaN.
 The order of a row's sums depends on n_split alone. Offsets are 64-bit.
