@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.jit import UnsupportedGPUError
+from cute_kernels.jit import builder as builders
 from cute_kernels.jit import cubin as cubins
 from cute_kernels.jit.builder import kernel_builder
 
@@ -33,6 +34,7 @@ def made(tmp_path_factory):
         yield {arch: spilling.artifact(None, arch) for arch in spilling.archs}
     finally:
         patch.undo()
+        builders._registry.pop("spilling", None)
         sys.path.remove(str(folder))
 
 

@@ -68,6 +68,8 @@ def test_the_kernels_are_found():
     found = discover()
     assert "combine" in found
     for builder in found.values():
+        if not builder.__module__.startswith("cute_kernels."):
+            continue  # another test's
         for arch in builder.archs:
             assert builder.variants(arch), f"{builder.name} has nothing to warm up for {arch}"
             assert len(set(builder.variants(arch))) == len(builder.variants(arch))
