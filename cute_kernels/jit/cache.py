@@ -129,7 +129,7 @@ def lookup(name: str, arch: str, key: str) -> Entry | None:
             stated = meta["files"][file]
             if len(data) != stated["size"] or hashlib.sha256(data).hexdigest() != stated["sha256"]:
                 return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # absent, truncated or not ours: a miss, and the next compile replaces it
     with contextlib.suppress(OSError):  # a read-only cache has no last use
         os.utime(folder / "meta.json")
@@ -173,7 +173,7 @@ def publish(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    prune()
+    prune(keep=folder)
     return Entry(folder, meta)
 
 
@@ -264,8 +264,9 @@ def _entries() -> Iterator[tuple[float, int, Path]]:
             yield used, size, folder
 
 
-def prune(max_bytes: int | None = None) -> int:
-    """Remove the entries used longest ago until the cache has at most `max_bytes` (default CUTE_KERNELS_CACHE_MAX_MB); how many."""
+def prune(max_bytes: int | None = None, keep: Path | None = None) -> int:
+    """Remove the entries used longest ago until the cache has at most `max_bytes` (default CUTE_KERNELS_CACHE_MAX_MB); how many.
+    `keep`, the entry just written, stays whatever its size: its caller is about to load it."""
     if max_bytes is None:
         try:
             max_bytes = int(float(os.environ.get("CUTE_KERNELS_CACHE_MAX_MB", DEFAULT_MAX_MB)) * 2**20)
@@ -278,7 +279,7 @@ def prune(max_bytes: int | None = None) -> int:
     total, removed = 0, 0
     for used, size, folder in entries:
         total += size
-        if used == 0.0 or total > max_bytes:
+        if folder != keep and (used == 0.0 or total > max_bytes):
             shutil.rmtree(folder, ignore_errors=True)
             removed += 1
     return removed

@@ -10,7 +10,6 @@ cannot hold (addresses, gradients, a length) is checked on every call.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -87,20 +86,29 @@ def check_tensor(
 
 
 def check_unit_last_stride(op: str, name: str, t: Tensor) -> None:
-    if t.shape[-1] > 1 and t.stride(-1) != 1:
+    if t.shape[-1] > 1 and t.stride(-1) != 1 and t.numel():  # an empty tensor's strides mean nothing (Inductor makes them 0)
         fail(op, name, "have a last dimension of stride 1", f"strides {tuple(t.stride())}")
 
 
 def check_row_strides(op: str, name: str, t: Tensor, multiple_bytes: int = 16) -> None:
     """Every stride but the last a multiple of 16 bytes: what TMA and 16-byte cp.async need. Size-1 dimensions are free."""
     for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
-        if size > 1 and (stride * t.element_size()) % multiple_bytes:
+        if size > 1 and (stride * t.element_size()) % multiple_bytes and t.numel():
             fail(op, name, f"have row strides that are multiples of {multiple_bytes} bytes", f"strides {tuple(t.stride())}")
 
 
 def check_base(op: str, name: str, t: Tensor, multiple_bytes: int = 16) -> None:
     if t.numel() and t.data_ptr() % multiple_bytes:
         fail(op, name, f"start at an address that is a multiple of {multiple_bytes} bytes", f"{t.data_ptr():#x}")
+
+
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+def check_number(op: str, name: str, x: float, must: str = "be finite in float32", low: float = -_FLOAT32_MAX) -> None:
+    """Numbers enter the arithmetic as float32: beyond its range they would be infinite."""
+    if not low <= x <= _FLOAT32_MAX:
+        fail(op, name, must, x)
 
 
 def check_grad(op: str, *tensors: Tensor | None) -> None:
@@ -127,27 +135,56 @@ def ranges_disjoint(tensors: Sequence[Tensor | None], extents: Sequence[int]) ->
     return True
 
 
+def _layers(t: Tensor) -> tuple[list[tuple[int, int]], int]:
+    """([(stride, size) in bytes, outermost first], bytes of the contiguous run inside), contiguous dimensions merged."""
+    size = t.element_size()
+    run, layers = size, []
+    for stride, n in sorted((s * size, n) for s, n in zip(t.stride(), t.shape) if n > 1):
+        if not layers and stride == run:
+            run *= n
+        elif layers and stride == layers[-1][0] * layers[-1][1]:
+            layers[-1] = (layers[-1][0], layers[-1][1] * n)
+        else:
+            layers.append((stride, n))
+    return layers[::-1], run
+
+
+def _reach(layers: list[tuple[int, int]], run: int) -> int:
+    return sum(s * (n - 1) for s, n in layers) + run
+
+
+def _meet(a: list[tuple[int, int]], run_a: int, b: list[tuple[int, int]], run_b: int, delta: int) -> bool:
+    """Whether a laid out at 0 and b at `delta` share a byte; True where it would take more than a few steps to know."""
+    reach_a, reach_b = _reach(a, run_a), _reach(b, run_b)
+    if delta >= reach_a or delta + reach_b <= 0:
+        return False
+    if not a and not b:
+        return True
+    outer_a, outer_b = (a[0][0] if a else 0), (b[0][0] if b else 0)
+    if outer_a == outer_b:
+        # The same pitch: what matters is where b begins within a's pitch, and that b may run over into the next one.
+        pitch = outer_a
+        if max(_reach(a[1:], run_a), _reach(b[1:], run_b)) > pitch:
+            return True
+        at = delta % pitch
+        return _meet(a[1:], run_a, b[1:], run_b, at) or _meet(a[1:], run_a, b[1:], run_b, at - pitch)
+    if outer_a < outer_b:
+        return _meet(b, run_b, a, run_a, -delta)
+    # Only a has this pitch: look at its slices that b's range touches.
+    inner = _reach(a[1:], run_a)
+    first = max(0, -((inner - 1 - delta) // outer_a))
+    last = min(a[0][1] - 1, (delta + reach_b - 1) // outer_a)
+    if last - first > 64:
+        return True
+    return any(_meet(a[1:], run_a, b, run_b, delta - i * outer_a) for i in range(first, last + 1))
+
+
 def may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two strided tensors can share a byte. Exact for disjoint ranges and for slices of a common row pitch (a fused
-    buffer cut along its last dimension); otherwise says True when the address ranges intersect."""
+    """Whether two strided tensors can share a byte. Exact for slices of a common buffer along any of its dimensions; says True
+    when the address ranges meet and the strides of the two have little in common."""
     if a.numel() == 0 or b.numel() == 0:
         return False
-    a0, b0 = a.data_ptr(), b.data_ptr()
-    a1, b1 = a0 + extent_bytes(a), b0 + extent_bytes(b)
-    if a1 <= b0 or b1 <= a0:
-        return False
-    pitches, rows = [], []
-    for t in (a, b):
-        size = t.element_size()
-        unit = t.dim() > 0 and (t.stride(-1) == 1 or t.shape[-1] == 1)
-        rows.append((t.shape[-1] if unit and t.dim() else 1) * size)
-        outer = list(zip(t.shape, t.stride()))[: -1 if unit else None]
-        pitches += [s * size for n, s in outer if n > 1]
-    pitch = math.gcd(*pitches) if pitches else 0
-    if pitch == 0:
-        return True
-    at = (b0 - a0) % pitch  # where b's rows begin inside a's pitch
-    return not (rows[0] <= at and at + rows[1] <= pitch)
+    return _meet(*_layers(a), *_layers(b), b.data_ptr() - a.data_ptr())
 
 
 def has_internal_overlap(t: Tensor) -> bool:

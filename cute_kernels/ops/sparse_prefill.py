@@ -42,8 +42,7 @@ def _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mas
     topk = indices.shape[2]
     if d_v != D_V:
         c.fail(_OP, "d_v", "be 512", d_v)
-    if not -float("inf") < sm_scale < float("inf"):
-        c.fail(_OP, "sm_scale", "be finite", sm_scale)
+    c.check_number(_OP, "sm_scale", sm_scale)
     if attn_sink is not None:
         c.check_tensor(_OP, "attn_sink", attn_sink, (torch.float32,), (h_q,), device, "[h_q]")
         c.check_unit_last_stride(_OP, "attn_sink", attn_sink)
@@ -190,7 +189,7 @@ def sparse_prefill(
         q: [s_q, h_q, d_qk] bfloat16, h_q from 0 to 128, d_qk 576 or 512.
         kv: [s_kv, 1, d_qk] bfloat16. There is one KV head (h_kv must be 1); the values are kv[..., :d_v].
         indices: [s_q, 1, topk] int32, rows of kv. Values outside [0, s_kv) are ignored. Any topk; with a mask a multiple of 128.
-        sm_scale: any finite number, always given. Absorbed MLA uses (128 + 64) ** -0.5, not d_qk ** -0.5.
+        sm_scale: any number that is finite in float32, always given. Absorbed MLA uses (128 + 64) ** -0.5, not d_qk ** -0.5.
         d_v: 512.
         attn_sink: [h_q] float32, natural-log units; joins the denominator of out only. +inf gives out 0, -inf changes nothing.
         topk_length: [s_q] int32, read on the device and clamped to [0, topk].

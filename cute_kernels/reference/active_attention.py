@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels.reference._exact import exact
+
 # Bytes of scores alive at once; long prompts go in chunks of query rows.
 _CHUNK_BYTES = 128 << 20
 
@@ -74,6 +76,7 @@ def append(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, kv_le
         cache.transpose(1, 2)[batch[keep], row[keep]] = new.transpose(1, 2)[keep]
 
 
+@exact
 def active_attention_into(
     out: Tensor,
     lse: Tensor,

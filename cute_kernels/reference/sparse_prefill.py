@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels.reference._exact import exact
+
 # Bytes of gathered keys alive at once. At 64 MiB all temporaries of a chunk (gathered bf16 and float rows, scores, weights) stay
 # near 200 MiB at topk 2048, d 576, 128 heads, and the matrix products are long enough to run at full rate.
 _CHUNK_BYTES = 64 << 20
@@ -34,6 +36,7 @@ def sparse_prefill(
     return out, max_logits, lse
 
 
+@exact
 def sparse_prefill_into(
     out: Tensor,
     max_logits: Tensor,

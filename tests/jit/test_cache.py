@@ -72,7 +72,8 @@ def test_an_entry_of_another_arch_or_key_is_a_miss():
 
 def test_meta_of_another_shape_is_a_miss():
     folder = cache.publish("k", "sm_90a", KEY, FILES, {}).folder
-    for text in ("[]", "null", '{"format": "v0"}', json.dumps({"format": cache.FORMAT, "arch": "sm_90a", "key": KEY, "files": 3})):
+    wrong_files = json.dumps({"format": cache.FORMAT, "arch": "sm_90a", "key": KEY, "files": 3})
+    for text in ("[]", "null", '{"format": "v0"}', wrong_files, "[" * 100_000):
         (folder / "meta.json").write_text(text)
         assert cache.lookup("k", "sm_90a", KEY) is None
 
@@ -119,6 +120,13 @@ def test_pruning_keeps_what_was_used_last(monkeypatch):
             warnings.simplefilter("always")
             assert cache.prune() == 0
         assert [w for w in seen if "must be a number" in str(w.message)] if unlimited == "nonsense" else not seen
+
+
+def test_a_limit_smaller_than_one_entry_keeps_the_newest(monkeypatch):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_MAX_MB", "0.00001")
+    cache.publish("k", "sm_90a", KEY, FILES, {})
+    cache.publish("k", "sm_90a", OTHER, FILES, {})
+    assert cache.lookup("k", "sm_90a", KEY) is None and cache.lookup("k", "sm_90a", OTHER) is not None
 
 
 def test_remains_of_an_interrupted_write_go_after_a_day(cache_folder):

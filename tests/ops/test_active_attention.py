@@ -73,7 +73,7 @@ def test_rows_before_position_zero_and_idle_slots():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [0, 1, 16, 1000])
+@pytest.mark.parametrize("window", [0, 1, 16, 1000, 2**63 - 1])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("sink", [False, True])
 def test_options(causal, window, softcap, sink):

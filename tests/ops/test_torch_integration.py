@@ -8,8 +8,8 @@ from pathlib import Path
 import oracles
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 
 import cute_kernels as ck
 
@@ -102,12 +102,25 @@ def test_dynamic_lengths_make_one_graph():
     assert counter.frame_count == 1
 
 
+@pytest.fixture
+def fresh_graphs():
+    """A graph cached for caches of one kind was seen to be reused for the other (torch 2.11)."""
+    torch._dynamo.reset()
+    with fresh_inductor_cache():
+        yield
+
+
+def test_a_compiled_append_copies_no_cache(fresh_graphs):
+    k, v, q, new = (torch.zeros(1, h, n, 64) for h, n in ((2, 512), (2, 512), (4, 1), (2, 1)))
+    step = torch.compile(lambda q, new, k, v, n: ck.active_attention_append(q, new, new, k, v, n), fullgraph=True)
+    _, code = run_and_get_code(step, q, new, k, v, torch.ones(1, dtype=torch.int32))
+    assert "active_attention_append" in code[0] and "clone" not in code[0] and "copy_" not in code[0]
+
+
 @pytest.mark.parametrize("slab", [False, True])
-def test_a_compiled_decode_loop_appends_in_place(slab, monkeypatch):
+def test_a_compiled_decode_loop_appends_in_place(slab, fresh_graphs):
     if slab and ops_active._SLAB_MISCOMPILES:
         pytest.skip(f"torch {torch.__version__} miscompiles two mutated views of one tensor; the refusal is tested instead")
-    # A graph cached for caches of one kind was seen to be reused for the other (torch 2.11).
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
     k, v = torch.zeros(2, 1, 2, 16, 8) if slab else (torch.zeros(1, 2, 16, 8), torch.zeros(1, 2, 16, 8))
@@ -171,6 +184,26 @@ def test_fake_refuses_what_the_operator_refuses():
         q, k = torch.empty(1, 4, 1, 8), torch.empty(1, 3, 8, 8)
         with pytest.raises(ValueError, match="multiple of Hkv = 3"):
             ck.active_attention(q, k, k, 4)
+
+
+def test_autocast_does_not_touch_the_reference():
+    q, k = torch.randn(2, 4, 1, 64), torch.randn(2, 4, 99, 64)
+    i = oracles.sparse_inputs(2, 8, 3000, 60, 576)
+    i["indices"] = i["indices"].repeat(1, 1, 500)  # several chunks a row
+    plain = ck.active_attention(q, k, k, 50), ck.sparse_prefill(i["q"], i["kv"], i["indices"], 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = ck.active_attention(q, k, k, 50), ck.sparse_prefill(i["q"], i["kv"], i["indices"], 0.5)
+    for a, b in zip(plain, cast):
+        for x, y in zip(a, b):
+            assert torch.equal(x, y)
+
+
+def test_no_tokens_compile(fresh_graphs):
+    q, kv = torch.randn(0, 16, 576).bfloat16(), torch.randn(50, 1, 576).bfloat16()
+    step = torch.compile(ck.grouped_sparse_prefill, fullgraph=True)
+    assert step(q, kv, torch.zeros(0, 1, 9, dtype=torch.int32), 0.3)[0].shape == (0, 16, 512)
+    empty = torch.empty_strided((0, 16, 576), (0, 0, 0), dtype=torch.bfloat16)
+    assert ck.sparse_prefill(empty, kv, torch.zeros(0, 1, 9, dtype=torch.int32), 0.3)[0].shape == (0, 16, 512)
 
 
 def test_last_backend_says_reference():
