@@ -358,3 +358,34 @@ def test_predicated_and_divergent_lanes_keep_their_values():
         v = (x + 1) & M32 if k % 2 == 0 else 7
         want.append(v if k < 10 else v ^ 3)
     assert got.tolist() == want
+
+
+def test_packed_half_conversion_in_some_lanes_only():
+    ptx = """.version 8.8
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 p) {
+  .reg .b64 %rd<3>; .reg .b32 %r<5>; .reg .f32 %f<3>; .reg .pred %q;
+  ld.param.u64 %rd1, [p];
+  mov.u32 %r1, %tid.x;
+  cvt.rn.f32.u32 %f1, %r1;
+  neg.f32 %f2, %f1;
+  and.b32 %r2, %r1, 1;
+  setp.eq.u32 %q, %r2, 1;
+  mov.b32 %r3, 7;
+  @!%q bra SKIP;
+  cvt.rn.f16x2.f32 %r3, %f2, %f1;
+SKIP:
+  @!%q cvt.rn.f16x2.f32 %r3, %f1, %f1;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.u64 %rd1, %rd1, %rd2;
+  st.global.b32 [%rd1], %r3;
+  ret;
+}"""
+    from cute_kernels.emulator import run_ptx
+
+    out = np.zeros(32, np.uint32)
+    run_ptx(ptx, (1, 1, 1), (32, 1, 1), [out])
+    lanes = np.arange(32, dtype=np.float16)
+    want = np.stack([lanes, np.where(np.arange(32) % 2, -lanes, lanes)], axis=1).view(np.uint32)[:, 0]
+    assert out.tolist() == want.tolist()

@@ -202,13 +202,10 @@ def emulate(arch):
     return emulator.emulate(arch)
 
 
-# Single 16-bit stores: the emulator fails on a 16-bit half of a register under a partial mask (mov.b32 {%rs1, _}, %r95).
-_FAILS = pytest.mark.xfail(raises=ValueError, reason="emulator: masked unpacking mov")
-EMULATED = [pytest.param(n, marks=_FAILS) if n == "no vectors, half" else n for n in CASES]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", EMULATED)
+@pytest.mark.parametrize("name", CASES)
 def test_in_the_emulator(name, arch):
     with emulate(arch) as emulation:
         run_case(name, "cpu")

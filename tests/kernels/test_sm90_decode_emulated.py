@@ -81,7 +81,6 @@ def test_head_dims(d):
 
 
 @pytest.mark.full
-@pytest.mark.xfail(reason="the emulator's cvt.rn.f16x2.f32 fails under a lane mask", raises=ValueError, strict=False)
 def test_float16():
     case([7, 129], h_q=4, h_kv=1, d=64, dtype=torch.float16)
 

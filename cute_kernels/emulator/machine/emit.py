@@ -170,7 +170,8 @@ class Emitter:
     def put(self, op, view: str, expr: str) -> None:
         """dst = expr, for helpers that return a new row."""
         if isinstance(op, Reg) and op.cls == CLASS.get(view):
-            where = f", where={self.mask}" if self.mask else ""
+            pairs = ".repeat(2)" if LANES.get(view) == 64 else ""  # two values a lane
+            where = f", where={self.mask}{pairs}" if self.mask else ""
             self.lines.append(f"copyto({view}[{op.index}], {expr}{where})")
         elif isinstance(op, Reg):
             self.lines.append(f"copyto({self.dst(op, view)}, {expr}, casting='unsafe')")
