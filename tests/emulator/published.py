@@ -30,12 +30,23 @@ def require(*packages: str) -> str | None:
             missing = True
         if missing:
             return f"{package} is not installed (see tests/emulator/published.py)"
-    if "quack" in packages and importlib.util.find_spec("triton") is None:
-        for name in ("triton", "triton.language"):
-            stand_in = mock.MagicMock(name=name)
-            stand_in.__spec__ = None
-            sys.modules.setdefault(name, stand_in)
+    if importlib.util.find_spec("quack") and "quack" not in sys.modules and importlib.util.find_spec("triton") is None:
+        _import_quack_without_triton()
     return None
+
+
+def _import_quack_without_triton() -> None:
+    """quack's autotuner imports triton (a GB of wheels) for its benchmark function alone. The stand-in lasts for that import: torch's
+    Inductor would take it for the real one."""
+    importlib.import_module("torch._inductor.runtime.hints")  # looks for triton once, when imported
+    stand_ins = {name: mock.MagicMock(name=name) for name in ("triton", "triton.language")}
+    for stand_in in stand_ins.values():
+        stand_in.__spec__ = None
+    with mock.patch.dict(sys.modules, stand_ins):
+        before = set(sys.modules)
+        importlib.import_module("quack.autotuner")
+        loaded = {name: sys.modules[name] for name in set(sys.modules) - before}
+    sys.modules.update(loaded)  # patch.dict puts the whole table back
 
 
 def forget_device() -> None:
