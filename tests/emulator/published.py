@@ -36,8 +36,8 @@ def require(*packages: str) -> str | None:
 
 
 def _import_quack_without_triton() -> None:
-    """quack's autotuner imports triton (a GB of wheels) for its benchmark function alone. The stand-in lasts for that import: torch's
-    Inductor would take it for the real one."""
+    """quack's autotuner imports triton (a GB of wheels) for its benchmark function alone. The stand-in lasts for that import:
+    torch's Inductor would take it for the real one."""
     importlib.import_module("torch._inductor.runtime.hints")  # looks for triton once, when imported
     stand_ins = {name: mock.MagicMock(name=name) for name in ("triton", "triton.language")}
     for stand_in in stand_ins.values():
