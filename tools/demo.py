@@ -215,6 +215,38 @@ def decode(tokens: list[str], steps: int, capacity: int, device: str) -> None:
     show("ms for masked full-capacity attention with repeated heads", f"{full / checked * 1e3:.1f}")
 
 
+@torch.no_grad()
+def emulated(tokens: list[str], arch: str) -> None:
+    """The GPU kernels on a small part of the same input, their PTX executed by the emulator, beside the reference."""
+    from cute_kernels.emulator import emulate
+
+    print(f"\nThe {arch} kernels on a small part of this, their PTX executed on the CPU by the emulator: numbers, not timings")
+    q, kv, indices = prefill_inputs(tokens, GROUP)
+    indices = indices[:, :, : min(256, indices.shape[2])].contiguous()
+    union, length, mask, _ = ck.group_topk(indices, kv.shape[0], GROUP)
+    d = 128
+    g = torch.Generator().manual_seed(0)
+    caches = [torch.randn(1, 8, 512, d, generator=g).bfloat16() for _ in range(2)]
+    new = torch.randn(2, 1, 8, 1, d, generator=g).bfloat16()
+    calls = {
+        f"grouped sparse prefill, one row of {GROUP} x {HEADS} heads, {int(length[0])} keys": lambda: ck.sparse_prefill(
+            q.reshape(1, GROUP * HEADS, D_QK), kv, union, SM_SCALE, topk_length=length, head_group_mask=mask
+        ),
+        "decode step with append, 235 keys": lambda: ck.active_attention_append(
+            torch.ones(1, 32, 1, d).bfloat16(), *new, *caches, torch.tensor([235], dtype=torch.int32)
+        ),
+    }
+    for label, call in calls.items():
+        want = call()[0]
+        start = time.perf_counter()
+        with emulate(arch) as run:
+            got = call()[0]
+            backend = ck.last_backend()
+        worst, relative = errors(got, want)
+        show(label, f"{backend}, {time.perf_counter() - start:.0f} s")
+        show("  against the reference: max abs, relative; hazards", f"{worst:.1e}, {relative:.1e}; {len(run.hazards)}")
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--text", help="a text file (default: prose that ships with Python)")
@@ -222,6 +254,7 @@ def main() -> None:
     p.add_argument("--queries", type=int, default=128, help="query tokens, the last of the text")
     p.add_argument("--steps", type=int, default=48, help="decode steps")
     p.add_argument("--capacity", type=int, default=8192, help="rows of the preallocated cache")
+    p.add_argument("--emulate", default="sm_90a", metavar="ARCH", help="kernels to run in the emulator (default: sm_90a), or no")
     a = p.parse_args()
     source, text = find_text(a.text)
     tokens = re.findall(r"\w+|[^\w\s]", text)[: a.tokens]
@@ -233,6 +266,8 @@ def main() -> None:
     print(f"Text: {source}, {len(tokens)} tokens (words and punctuation)")
     prefill(tokens, queries)
     decode(tokens, a.steps, max(a.capacity, 234 + a.steps), "cuda" if torch.cuda.is_available() else "cpu")
+    if a.emulate != "no":
+        emulated(tokens, a.emulate)
 
 
 if __name__ == "__main__":
