@@ -69,3 +69,15 @@ def test_last_backend_belongs_to_the_thread():
     thread.start()
     thread.join()
     assert seen == [None] and ck.last_backend() == "reference[cpu]"
+
+
+def test_values_are_checked_before_a_kernel_runs_too(monkeypatch):
+    # CUTE_KERNELS_CHECK=1 on a backend other than the CPU's: the errors come before any kernel is compiled or launched.
+    monkeypatch.setattr(ck.ops._common, "_checking", True)
+    i = oracles.sparse_inputs(2, 16, 40, 128, 576)
+    q, k = torch.randn(2, 2, 1, 16).bfloat16(), torch.randn(2, 2, 4, 16).bfloat16()
+    with push_target(Target("sm_90a", 132)):
+        with pytest.raises(ValueError, match=r"topk_length must lie in \[0, topk = 128\]"):
+            ck.sparse_prefill(i["q"], i["kv"], i["indices"], 0.5, topk_length=torch.tensor([0, 129]).int())
+        with pytest.raises(ValueError, match=r"kv_len must lie in \[0, C = 4\]"):
+            ck.active_attention(q, k, k, torch.tensor([1, 5]).int())
