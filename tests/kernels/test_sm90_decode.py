@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 
-from cute_kernels.kernels.sm90.splits import split_bound, split_count, split_size
+from cute_kernels.kernels.splits import split_bound, split_count, split_size
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU (H100, H200)")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
-from cute_kernels.kernels.sm90.splits import split_bound, split_count
+from cute_kernels.kernels.splits import split_bound, split_count
+from cute_kernels.kernels.workspace import workspace
 
 ARCH = "sm_90a"
 LOG2E = 1.4426950408889634
@@ -47,16 +48,7 @@ class Variant(NamedTuple):
     bulk: int
 
 
-class _Workspace(NamedTuple):
-    partials: Tensor
-    counters: Tensor
-    floats: int
-    n_counters: int
-
-
 _plans: dict[tuple, _Plan] = {}
-_workspaces: dict[tuple[int, int], _Workspace] = {}  # (device, stream), or (device, -1) for graph captures
-_retired: list[_Workspace] = []
 
 
 def can_implement(
@@ -174,39 +166,6 @@ def decode_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
     )  # fmt: skip
 
 
-def _allocate(device: torch.device, floats: int, counters: int) -> _Workspace:
-    partials = torch.empty(floats, dtype=torch.float32, device=device)
-    return _Workspace(partials, torch.zeros(counters, dtype=torch.int32, device=device), floats, counters)
-
-
-def _workspace(device: torch.device, floats: int, counters: int) -> _Workspace:
-    """Room for partial results and zeroed counters, kept per stream, and one per device for what CUDA graphs capture.
-
-    A capture cannot zero memory once and for all (what it records runs at each replay), so its workspace is made by the eager calls
-    before it, of which every warm-up has one. Without any, the capture gets its own, zeroed by a node of the graph.
-    """
-    index = device.index
-    if device.type != "cuda":
-        return _allocate(device, floats, counters)
-    capturing = torch._C._cuda_isCurrentStreamCapturing()
-    key = (index, -1 if capturing else torch._C._cuda_getCurrentRawStream(index))
-    found = _workspaces.get(key)
-    if found is not None and found.floats >= floats and found.n_counters >= counters:
-        return found
-    if capturing:
-        return _allocate(device, floats, counters)
-    # Grown in powers of two, so rarely. Counters return to zero after every launch; new ones start there.
-    floats, counters = (1 << (n - 1).bit_length() for n in (max(floats, 1 << 18), max(counters, 1 << 12)))
-    found = _workspaces[key] = _allocate(device, floats, counters)
-    old = _workspaces.get((index, -1))
-    if old is None or old.floats < floats or old.n_counters < counters:
-        if old is not None:
-            _retired.append(old)  # graphs may still use it
-        _workspaces[index, -1] = _allocate(device, floats, counters)
-        torch.cuda.current_stream(device).synchronize()  # its zeros must be there before another stream's replay
-    return found
-
-
 def launch(
     q: Tensor,
     k_cache: Tensor,
@@ -257,7 +216,7 @@ def launch(
         else:
             slots = split_bound(kv_len, plan.tile, plan.cap)
     records = b * kv_heads * plan.rows
-    ws = _workspace(device, records * slots * (d + 4) if slots > 1 else 0, records)
+    ws = workspace(device, records * slots * (d + 4) if slots > 1 else 0, records)
     if softcap > 0.0:
         scale, cap_log2 = sm_scale / softcap, softcap * LOG2E
     else:

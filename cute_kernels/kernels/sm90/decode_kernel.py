@@ -35,8 +35,8 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.kernels.sm90 import ptx
-from cute_kernels.kernels.sm90.splits import split_size
+from cute_kernels.kernels import ptx
+from cute_kernels.kernels.splits import split_size
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -57,6 +57,8 @@ class DecodeKernel:
         wide: all row addresses are multiples of 16 bytes; else no ring, and 2-byte loads.
         min_blocks: CTAs per SM that registers must allow, 0 for any; stages: ring slots of 16 keys per warp.
         bulk: fill the ring by cp.async (0), by one bulk copy per row (1), or by one per 16 adjacent rows (2).
+        ahead: steps past the ring that are prefetched into the L2 cache.
+        next_wave: in its last step a CTA prefetches the first rows of the CTA that is so many places later in the grid (0: of none).
         causal, window, softcap, sink, append, device_length: options; absent ones leave no code.
     """
 
@@ -79,6 +81,8 @@ class DecodeKernel:
         min_blocks: int,
         stages: int,
         bulk: int,
+        ahead: int,
+        next_wave: int,
     ) -> None:
         if head_dim % 8 or not 16 <= head_dim <= 256 or row_tile not in (8, 16):
             raise ValueError(f"head_dim {head_dim}, row_tile {row_tile}")
@@ -92,6 +96,7 @@ class DecodeKernel:
         self.v_blocks = -(-head_dim // 64)
         self.stages = stages if wide else 0
         self.bulk = bulk if wide and head_dim % 64 == 0 else 0
+        self.ahead, self.next_wave = (ahead, next_wave) if wide else (0, 0)
         self.lines = head_dim % 64 == 0  # rows consist of whole 128-byte lines
         # Bytes from row to row in a slot: 16 more than a row spread bulk-copied rows over the banks.
         self.row_pitch = 2 * head_dim + (16 if self.bulk == 1 else 0)
@@ -180,7 +185,8 @@ class DecodeKernel:
         if begin < high or split == 0:
             self._work(
                 q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, row_tiles,
-                s_base, bars, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
+                s_base, bars, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, low, high, begin,
+                end,
             )  # fmt: skip
 
     def smem_percent(self) -> int:
@@ -195,7 +201,8 @@ class DecodeKernel:
     @cute.jit
     def _work(
         self, q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, row_tiles,
-        s_base, bars, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
+        s_base, bars, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, low, high, begin,
+        end,
     ):  # fmt: skip
         d, nt = self.d, self.nt
         # Row strides fit 32 bits (the host checks), so that a row address is one multiply-add; offsets are 64 bits.
@@ -238,6 +245,8 @@ class DecodeKernel:
                 elif start < end:
                     self._fetch_v(v_ring + j * self.v_slot, v_bars + 8 * j, kv[1], start, last, new_start, g, t, lane)
                 self._commit()
+        for j in cutlass.range_constexpr(n, n + self.ahead):
+            self._prefetch_step(kv, first + j * self.tile, end, lane)
         q_regs = self._load_q(q, b, h, row0, n_rows, g, t)
 
         o = [[Float32(0.0) for _ in range(4)] for _ in range(self.v_blocks * 4 * nt)]
@@ -260,6 +269,11 @@ class DecodeKernel:
                 k_step = self._read_k(k_ring + k_at * self.k_slot, g, t, lane)
             else:
                 k_step = self._load_k(kv[0], base, last, new_start, g, t)
+            if cutlass.const_expr(self.ahead):
+                self._prefetch_step(kv, ahead + self.ahead * self.tile, end, lane)
+            if cutlass.const_expr(self.next_wave):
+                if i == steps - 1:
+                    self._prefetch_next(k, v, k_stride, v_stride, size, low, high, split_slots, lane, warp)
             s = self._scores(q_regs, k_step)
             if cutlass.const_expr(n > 0):
                 if cutlass.const_expr(self.lines):
@@ -455,6 +469,41 @@ class DecodeKernel:
             row = self._row_address(source, cutlass.min(base + lane, last), new_start)
             ptx.bulk_copy(slot + lane * self.row_pitch, row, 2 * self.d, bar)
 
+    @cute.jit
+    def _prefetch_step(self, kv, start, end, lane):
+        """A warp's 16 rows of K and V from `start` into the L2 cache; hints only."""
+        rows = cutlass.min(16, end - start)
+        if rows > 0:
+            for i in cutlass.range_constexpr(2):
+                base, stride, _, _ = kv[i]
+                self._prefetch_rows(base + Int64(start) * Int64(stride), stride, rows, lane, i)
+
+    @cute.jit
+    def _prefetch_rows(self, addr, stride, rows, lane, issuer):
+        if stride == 2 * self.d:
+            if lane == issuer:
+                ptx.prefetch_l2(addr, rows * (2 * self.d))
+        elif lane < rows:
+            ptx.prefetch_l2(addr + Int64(lane) * Int64(stride), Int32(2 * self.d))
+
+    @cute.jit
+    def _prefetch_next(self, k, v, k_stride, v_stride, size, low, high, split_slots, lane, warp):
+        """First rows of the CTA that will take this one's place, while this one merges: without it all CTAs of a wave stop reading
+        at the same time. Its length is taken to be this one's (a hint may be wrong, but stays inside the cache)."""
+        splits, heads = ptx.special("nctaid.x"), ptx.special("nctaid.y")
+        x = ptx.special("ctaid.x") + self.next_wave
+        h = ptx.special("ctaid.y") + x // splits
+        b = ptx.special("ctaid.z") + h // heads
+        x, h = x % splits, h % heads
+        split = x if self._one_tile() else x % split_slots
+        start = low + split * size + 16 * warp
+        rows = cutlass.min(16, high - start)
+        if rows > 0 and b < ptx.special("nctaid.z"):
+            for i in cutlass.range_constexpr(2):
+                tensor, stride = (k, k_stride) if i == 0 else (v, v_stride)
+                addr = _address(tensor) + (Int64(b) * tensor.stride[0] + Int64(h) * tensor.stride[1]) * 2
+                self._prefetch_rows(addr + Int64(start) * Int64(stride), stride, rows, lane, i)
+
     def _fetch(self, to, addr, col_ok):
         if col_ok is None:
             ptx.cp_async_16(to, addr)
@@ -629,14 +678,23 @@ class DecodeKernel:
 
     @cute.jit
     def _merge_splits(self, out, lse, workspace, sink, lane, b, h, row0, slot0, rows, wanted, count):
-        """One or two rows: all splits' parts in split order, a batch of loads in flight together: one L2 latency per batch."""
-        batch = 8 if self.d <= 128 else 4
+        """One or two rows: all splits' parts in split order, `batch` splits at a time, whose loads are in flight together. Lane j
+        holds maximum and sum of the batch's split j, every lane its dims of all of them."""
+        batch = (16 if self.d <= 128 else 8) // len(rows)
         m, l = [Float32(M_START) for _ in rows], [Float32(0.0) for _ in rows]
         o = [[[Float32(0.0) for _ in range(4)] for _ in range(-(-self.d // 128))] for _ in rows]
         for i in cutlass.range((count + batch - 1) // batch, unroll=1):
             parts = [self._split_parts(workspace, slot0, row, lane, i * batch, batch, count) for row in rows]
-            merged = [_merge([((m[j], l[j]), o[j]), *part]) for j, part in enumerate(parts)]
-            m, l, o = [x[0] for x in merged], [x[1] for x in merged], [x[2] for x in merged]
+            for j in cutlass.range_constexpr(len(rows)):
+                part_m, part_l, part_o = parts[j]
+                top = ptx.fmax(m[j], _warp_max(part_m, batch))
+                old, weight = ptx.exp2(m[j] - top), ptx.exp2(part_m - top)
+                m[j] = top
+                l[j] = l[j] * old + _warp_sum(part_l * weight, batch)
+                o[j] = [[x * old for x in chunk] for chunk in o[j]]
+                for e in cutlass.range_constexpr(batch):
+                    w = ptx.shuffle_f(weight, Int32(e))
+                    o[j] = [[x * w + y for x, y in zip(new, acc, strict=True)] for new, acc in zip(part_o[e], o[j], strict=True)]
         for j in cutlass.range_constexpr(len(rows)):
             if wanted[j] != 0:
                 row = row0 + rows[j]
@@ -655,18 +713,21 @@ class DecodeKernel:
         return parts
 
     def _split_parts(self, workspace, slot0, row, lane, first, n, count):
-        parts = []
+        """(maximum, sum) of split first + lane % n, and [split][chunk][4 floats] of O; an absent split weighs nothing."""
+        base = _address(workspace) + (slot0 * self.rt + row) * 4 * self.pitch
+        step = self.rt * 4 * self.pitch  # bytes from split to split
+        mine = first + lane % n
+        m, l = ptx.ld_relaxed_2(base + Int64(mine) * step + 4 * self.d, Int32(mine < count))
+        chunks = []
         for j in range(n):
-            ok = first + j < count
-            record = _address(workspace) + ((slot0 + first + j) * self.rt + row) * 4 * self.pitch
-            m, l = ptx.ld_relaxed_2(record + 4 * self.d, Int32(ok))
-            chunks = []
+            record = base + Int64(first + j) * step
+            chunks.append([])
             for c in range(-(-self.d // 128)):
                 col = 128 * c + 4 * lane
-                chunks.append(ptx.ld_relaxed_4(record + 4 * col, _pred(ok, col < self.d if self.d % 128 else None)))
-            # An absent split weighs nothing: maximum M_START, sum and O zero.
-            parts.append(((ptx.select_f(Int32(ok), m, Float32(M_START)), l), chunks))
-        return parts
+                chunks[j].append(
+                    ptx.ld_relaxed_4(record + 4 * col, _pred(first + j < count, col < self.d if self.d % 128 else None))
+                )
+        return ptx.select_f(Int32(mine < count), m, Float32(M_START)), l, chunks
 
     @cute.jit
     def _finish(self, out, lse, sink, lane, b, head, token, m, l, o):
@@ -706,6 +767,21 @@ def _pred(a, b):
 def _quad_sum(x):
     x = x + ptx.shuffle_xor_f(x, 1)
     return x + ptx.shuffle_xor_f(x, 2)
+
+
+def _warp_max(x, n):
+    """Over n lanes, n a power of two: the values repeat with period n."""
+    while n > 1:
+        n //= 2
+        x = ptx.fmax(x, ptx.shuffle_xor_f(x, n))
+    return x
+
+
+def _warp_sum(x, n):
+    while n > 1:
+        n //= 2
+        x = x + ptx.shuffle_xor_f(x, n)
+    return x
 
 
 def _merge(parts):

@@ -1,4 +1,4 @@
-"""The handful of PTX instructions the sm_90a kernels issue by hand, one Python function each.
+"""The handful of PTX instructions the decode kernels issue by hand, one Python function each (those of every architecture).
 
 Why by hand: a decode step is bound by latency and bandwidth, so which load is issued when and how wide it is has to be exact. Every
 wrapper takes and returns DSL numbers (Int32 words that hold two 16-bit elements, Float32, Int64 addresses), never tensors, so that

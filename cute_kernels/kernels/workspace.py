@@ -1,0 +1,56 @@
+"""Room for the partial results of split kernels, and their counters: kept per device and stream, so that a call allocates nothing.
+
+Calls on one stream run in order, so they share it safely. All captured graphs of a device share one: two of them must not replay at
+the same time on different streams.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Workspace(NamedTuple):
+    partials: Tensor
+    counters: Tensor
+    floats: int
+    n_counters: int
+
+
+_workspaces: dict[tuple[int, int], Workspace] = {}  # (device, stream), or (device, -1) for graph captures
+_retired: list[Workspace] = []
+
+
+def _allocate(device: torch.device, floats: int, counters: int) -> Workspace:
+    partials = torch.empty(floats, dtype=torch.float32, device=device)
+    return Workspace(partials, torch.zeros(counters, dtype=torch.int32, device=device), floats, counters)
+
+
+def workspace(device: torch.device, floats: int, counters: int) -> Workspace:
+    """Room for partial results and zeroed counters, kept per stream, and one per device for what CUDA graphs capture.
+
+    A capture cannot zero memory once and for all (what it records runs at each replay), so its workspace is made by the eager calls
+    before it, of which every warm-up has one. Without any, the capture gets its own, zeroed by a node of the graph.
+    """
+    index = device.index
+    if device.type != "cuda":
+        return _allocate(device, floats, counters)
+    capturing = torch._C._cuda_isCurrentStreamCapturing()
+    key = (index, -1 if capturing else torch._C._cuda_getCurrentRawStream(index))
+    found = _workspaces.get(key)
+    if found is not None and found.floats >= floats and found.n_counters >= counters:
+        return found
+    if capturing:
+        return _allocate(device, floats, counters)
+    # Grown in powers of two, so rarely. Counters return to zero after every launch; new ones start there.
+    floats, counters = (1 << (n - 1).bit_length() for n in (max(floats, 1 << 18), max(counters, 1 << 12)))
+    found = _workspaces[key] = _allocate(device, floats, counters)
+    old = _workspaces.get((index, -1))
+    if old is None or old.floats < floats or old.n_counters < counters:
+        if old is not None:
+            _retired.append(old)  # graphs may still use it
+        _workspaces[index, -1] = _allocate(device, floats, counters)
+        torch.cuda.current_stream(device).synchronize()  # its zeros must be there before another stream's replay
+    return found
