@@ -316,3 +316,9 @@ def bulk_copy(to, addr, size: int, bar, *, loc=None, ip=None) -> None:
         f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];",
         "", [_v(to, loc, ip), _v(addr, loc, ip), _v(bar, loc, ip)], "r,l,r", True, loc, ip,
     )  # fmt: skip
+
+
+@dsl_user_op
+def prefetch_l2(addr, size, *, loc=None, ip=None) -> None:
+    """A hint to bring `size` bytes (a multiple of 16) into the L2 cache."""
+    _asm("cp.async.bulk.prefetch.L2.global [$0], $1;", "", [_v(addr, loc, ip), _v(size, loc, ip)], "l,r", True, loc, ip)

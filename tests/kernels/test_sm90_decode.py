@@ -125,7 +125,7 @@ def test_variants_compile_without_spills():
         pytest.skip("needs cuobjdump")
     base = dict(
         bf16=True, head_dim=128, group=4, single_token=True, row_tile=8, warps=4, split_cap=8, wide=True, causal=True, window=False,
-        softcap=False, sink=False, append=False, device_length=False, min_blocks=0, stages=2, bulk=0,
+        softcap=False, sink=False, append=False, device_length=False, min_blocks=0, stages=2, bulk=0, ahead=0, next_wave=0,
     )  # fmt: skip
     everything = dict(window=True, softcap=True, sink=True, append=True, device_length=True)
     changes = [{}, {"device_length": True}, {"bf16": False}, {"wide": False}, everything, {"single_token": False, **everything}]

@@ -46,6 +46,8 @@ class Variant(NamedTuple):
     min_blocks: int
     stages: int
     bulk: int
+    ahead: int
+    next_wave: int
 
 
 _plans: dict[tuple, _Plan] = {}
@@ -121,13 +123,15 @@ def choose(
         min_blocks=0,
         stages=2 if b * kv_heads < FEW and d <= 128 else 1,
         bulk=0,
+        ahead=0,
+        next_wave=0,
     )
 
 
 def _common_variants(arch: str) -> tuple[Variant, ...]:
     """bf16, D 128, 4 query heads a KV head, 8 KV heads, one token, int and device lengths."""
     return tuple(
-        Variant(True, 128, 4, True, 8, 4, 8, True, True, False, False, False, False, dev, 0, stages, 0)
+        Variant(True, 128, 4, True, 8, 4, 8, True, True, False, False, False, False, dev, 0, stages, 0, 0, 0)
         for dev in (False, True)
         for stages in (2, 1)
     )
