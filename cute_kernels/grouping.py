@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ops import _common as c
-from cute_kernels.ops.group_topk import MAX_GROUP, group_topk
+from cute_kernels.ops.group_topk import MAX_GROUP, unpadded
 from cute_kernels.ops.sparse_prefill import MAX_HEADS, sparse_prefill
 
 _NAME = "grouped_sparse_prefill"
@@ -60,9 +60,7 @@ def grouped_sparse_prefill(
         c.check_tensor(_NAME, "attn_sink", attn_sink, (torch.float32,), (h,), q.device, "[h]")
     c.check_grad(_NAME, q, kv, attn_sink)
 
-    union, length, mask, token_map = group_topk(
-        indices, kv.shape[0], group_size, topk_length=topk_length, cu_seqlens_q=cu_seqlens_q
-    )
+    union, length, mask, token_map = unpadded(indices, kv.shape[0], group_size, topk_length, cu_seqlens_q)
     n = token_map.shape[0]
     # Whole groups in order need no gather: token i is slot i % G of group i // G.
     in_order = cu_seqlens_q is None

@@ -22,6 +22,9 @@ from cute_kernels.jit.target import current_target
 #   launch(**arguments, **outputs)                 writes the outputs on the current stream
 KERNELS: dict[tuple[str, str], str] = {
     ("active_attention", "sm_90a"): "cute_kernels.kernels.sm90.decode",
+    ("group_topk", "sm_90a"): "cute_kernels.kernels.group_topk",
+    ("group_topk", "sm_100a"): "cute_kernels.kernels.group_topk",
+    ("group_topk", "sm_103a"): "cute_kernels.kernels.group_topk",
     ("sparse_prefill", "sm_90a"): "cute_kernels.kernels.sm90.sparse_prefill",
 }
 

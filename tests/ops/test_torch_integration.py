@@ -43,6 +43,7 @@ CASES = {
         OPS.group_topk.default,
         lambda: ((INDICES, 90, 4, torch.full((13,), 9, dtype=torch.int32), torch.tensor([0, 4, 13]).int(), 80), {}),
     ),
+    "group_topk.unpadded": (OPS.group_topk.unpadded, lambda: ((INDICES, 90), {})),
     "active_attention": (OPS.active_attention.default, lambda: ((*caches(), 7), {})),
     "active_attention.seq_lens": (OPS.active_attention.seq_lens, lambda: ((*caches(), LENGTHS), {})),
     "active_attention-options": (
