@@ -51,6 +51,12 @@ MUTANTS = [
            "race-read-after-write-shared", r"ld\.shared\.f32"),
     Mutant("remote-wait-skipped", CLUSTER, Edit(r"mbarrier.try_wait.*;", "setp.ge.u32 %ok, %me, 0;"),
            "race-read-after-write-shared", r"ld\.shared\.f32"),
+    Mutant("full-wait-falls-through", GEMM, Edit(r"@!%ok bra WAIT_FULL;"), "race-read-after-write-shared", MMA, schedule="lazy"),
+    Mutant("done-wait-falls-through", TS, Edit(r"@!%ok bra WAIT_DONE;"), "race-read-after-write-tmem", LD, schedule="lazy"),
+    Mutant("bulk-wait-falls-through", BULK, Edit(r"@!%ok bra WAIT;"), "race-read-after-write-shared", r"ld\.shared\.f32",
+           schedule="lazy"),
+    Mutant("remote-wait-falls-through", CLUSTER, Edit(r"@!%ok bra WAIT;"),
+           "race-read-after-write-shared", r"ld\.shared\.f32", schedule="lazy"),
     Mutant("wait-st-gone", TS, Edit(r"tcgen05.wait::st.*;"), "race-read-after-write-tmem", MMA, 0),
     Mutant("cp-async-wait-gone", RING, Edit(r"cp.async.wait_group 1;"), "race-read-after-write-shared", r"ld\.shared"),
     Mutant("cp-async-wait-one-more", RING, Edit(r"wait_group 1;", "wait_group 2;"),
@@ -166,9 +172,6 @@ WRONG_NUMBERS = {
 
 # What the checker should say something about and does not: kernel, edit, level, why.
 NOT_REPORTED = {
-    "full-wait-falls-through": (GEMM, Edit(r"@!%ok bra WAIT_FULL;"), "default",
-                                "a failed mbarrier.try_wait blocks until its phase ends, though hardware may return false"),
-    "done-wait-falls-through": (TS, Edit(r"@!%ok bra WAIT_DONE;"), "default", "the same"),
     "init-fence-gone": (CLUSTER, Edit(r"fence.mbarrier_init.*;"), "strict",
                         "a relaxed cluster barrier publishes mbarriers with or without fence.mbarrier_init"),
     "cluster-arrive-relaxed": (CLUSTER, Edit(r"cluster.arrive.release", "cluster.arrive.relaxed", 0), "strict",

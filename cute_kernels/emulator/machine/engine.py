@@ -284,6 +284,27 @@ class Machine:
                 keep.append(entry)
         w.tld = keep
 
+    # -- mbarrier.try_wait and test_wait, which may return false
+    def holds_on(self, again: bool) -> bool:
+        """Whether a try_wait whose phase is not complete blocks rather than returns false."""
+        return self.rng.random() < 0.5 if self.schedule == "random" else again
+
+    def not_seen_yet(self, w: Warp, s: Split, ins, bar) -> bool:
+        """Whether a wait for a phase that is complete returns false all the same.
+
+        It may as long as nothing the warp has synchronised with orders it after the completion: the warp could have come here
+        earlier. Lazy schedules take that choice at the first attempt, random ones sometimes.
+        """
+        if self.schedule == "eager" or bar.done is None:
+            return False
+        key = (ins.index, bar, bar.phase - 1)
+        if s.failed == key or (self.schedule == "random" and self.rng.random() < 0.75):
+            return False
+        if not (bar.done[0] > w.clock[0]).any():
+            return False
+        s.failed = key
+        return True
+
     # -- asynchronous work
     def submit(self, o) -> None:
         if self.schedule == "eager" and not self.pending:

@@ -565,22 +565,30 @@ def _mb_wait(ins: Instr):
             else:
                 want = int(st[lane]) >> 32
                 done = bar.phase != want
-            results.append(done)
-            if not done:
+            if done and uniform and w.clock is not None and not relaxed and w.machine.not_seen_yet(w, s, ins, bar):
+                done = False
+            elif not done:
                 pending.append((bar, want))
             elif w.clock is not None and bar.done is not None and not relaxed:
                 np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
-        if pending and potentially_blocking and s.state != "timeout":
+            results.append(done)
+        if pending and s.state != "timeout":
             bar, want = pending[0]
             phase = bar.phase
-            w.waits += 1
-            return Wait(
-                lambda: bar.phase != phase,
-                lambda: f"phase {'parity ' if parity else ''}{want & 1 if parity else want} of {bar.describe()}",
-                ins.line,
-                wants=lambda o: o.signals(bar),
-                timeout=True,
-            )
+            key = (ins.index, bar, phase)
+            again = s.failed == key
+            if not again:
+                w.waits += 1
+            # A try that fails returns false, as hardware may; one that comes back is a loop, and blocks until the phase ends.
+            if potentially_blocking and w.machine.holds_on(again):
+                return Wait(
+                    lambda: bar.phase != phase,
+                    lambda: f"phase {'parity ' if parity else ''}{want & 1 if parity else want} of {bar.describe()}",
+                    ins.line,
+                    wants=lambda o: o.signals(bar),
+                    timeout=True,
+                )
+            s.failed = key
         s.state = None
         if uniform:
             put(w, m, results[0])

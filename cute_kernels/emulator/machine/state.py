@@ -63,13 +63,14 @@ class Split:
     A divergent branch turns a split into a parent that waits at the reconvergence point and up to two children.
     """
 
-    __slots__ = ("pc", "mask", "bits", "full", "parent", "rpc", "children", "wait", "state", "joined")
+    __slots__ = ("pc", "mask", "bits", "full", "parent", "rpc", "children", "wait", "state", "failed")
 
     def __init__(self, pc: int, mask: np.ndarray, bits: int, full: bool, parent: Split | None, rpc: int) -> None:
         self.pc, self.mask, self.bits, self.full = pc, mask, bits, full
         self.parent, self.rpc, self.children = parent, rpc, 0
         self.wait = None
         self.state = None  # scratch of a blocking instruction between retries
+        self.failed = None  # (instruction, mbarrier, phase) of the last mbarrier wait that returned false
 
 
 class Warp:
