@@ -1,0 +1,141 @@
+"""Launcher of the Blackwell (sm_100a, sm_103a) sparse prefill kernel: which cases it takes, how it is compiled, how it is called.
+
+The kernel itself is in sparse_kernel.py. Its compile key holds no sizes: one compiled kernel serves every s_q, h_q, s_kv, topk,
+stride and head_group_size; only d_qk, which optional tensors are given, and whether sm_scale is positive select another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from cute_kernels.jit import current_target, kernel_builder
+
+ARCHS = ("sm_100a", "sm_103a")
+D_QK = (512, 576)
+D_V = 512
+
+
+class Config(NamedTuple):
+    """Everything that selects a compiled kernel."""
+
+    d_qk: int
+    has_length: bool
+    has_sink: bool
+    has_mask: bool
+    general_scale: bool
+
+
+def can_implement(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    head_group_mask: Tensor | None = None,
+    head_group_size: int = 16,
+) -> str | None:
+    """None if the kernel takes these arguments (already checked by the operator), else the reason why not."""
+    s_q, h_q, d_qk = q.shape
+    if d_qk not in D_QK or d_v != D_V:
+        return f"d_qk must be 576 or 512 and d_v 512, got {d_qk} and {d_v}"
+    if h_q > 128:
+        return f"at most 128 heads, got {h_q}"
+    if s_q >= 2**31:
+        return f"s_q must be below 2**31, got {s_q}"
+    return None
+
+
+def config_of(
+    q: Tensor,
+    sm_scale: float,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    head_group_mask: Tensor | None,
+) -> Config:
+    return Config(
+        q.shape[2], topk_length is not None, attn_sink is not None, head_group_mask is not None, not sm_scale > 0
+    )
+
+
+def _build(config: Config, kernel_class: type) -> tuple[Any, tuple]:
+    """The jit function and its fake arguments: every size and stride is a run-time value."""
+    import cutlass.cute as cute
+    from cutlass import BFloat16, Float32, Int32, Uint8
+
+    def tensor(dtype, shape, align, last=1):
+        # rows are multiples of 16 bytes for the tensor maps, which want to know
+        divisor = 16 * 8 // dtype.width if align == 16 else 1
+        strides = tuple(cute.sym_int64(divisibility=divisor) for _ in shape[:-1]) + (last,)
+        return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
+
+    s_q, h_q, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    return kernel_class(**config._asdict()), (
+        tensor(BFloat16, (s_q, h_q, config.d_qk), 16),
+        tensor(BFloat16, (cute.sym_int(), 1, config.d_qk), 16),
+        tensor(Int32, (s_q, 1, topk), 4),
+        tensor(BFloat16, (s_q, h_q, D_V), 16),
+        tensor(Float32, (s_q, h_q), 4),
+        tensor(Float32, (s_q, h_q), 4),
+        tensor(Float32, (h_q,), 4) if config.has_sink else None,
+        tensor(Int32, (s_q,), 4) if config.has_length else None,
+        tensor(Uint8, (s_q, cute.sym_int(), 128), 16) if config.has_mask else None,
+        Float32(1.0),
+        Int32(0),
+        Int32(0),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def _variants(arch: str) -> tuple[Config, ...]:
+    """What warm-up compiles, for both d_qk: plain, with a length, with length and sink, with a mask, with mask and length."""
+    flags = ((False, False, False), (True, False, False), (True, True, False), (False, False, True), (True, False, True))
+    return tuple(Config(d_qk, *some, False) for d_qk in D_QK for some in flags)
+
+
+@kernel_builder("sparse_prefill_sm100", archs=ARCHS, variants=_variants)
+def sparse_prefill_kernel(config: Config, arch: str) -> tuple[Any, tuple]:
+    from cute_kernels.kernels.sm100.sparse_kernel import SparsePrefillSm100
+
+    return _build(config, SparsePrefillSm100)
+
+
+_functions: dict[tuple[Config, str], Any] = {}
+
+
+def _function(config: Config, target: Any) -> Any:
+    key = (config, target.key)
+    function = _functions.get(key)
+    if function is None:
+        function = _functions[key] = sparse_prefill_kernel(config, target)
+    return function
+
+
+def launch(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    head_group_mask: Tensor | None = None,
+    head_group_size: int = 16,
+    out: Tensor,
+    max_logits: Tensor,
+    lse: Tensor,
+) -> None:
+    """Write out, max_logits and lse on the current stream of q's device. Arguments as in cute_kernels.sparse_prefill, checked."""
+    if q.shape[0] == 0 or q.shape[1] == 0:
+        return
+    target = current_target(q.device)
+    config = config_of(q, sm_scale, attn_sink, topk_length, head_group_mask)
+    _function(config, target)(
+        q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, float(sm_scale),
+        head_group_size.bit_length() - 1, max(target.num_sms // 2, 1),
+    )  # fmt: skip
