@@ -177,6 +177,19 @@ def st_shared_f4(addr, a, b, c, d, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def st_shared_4(addr, a, b, c, d, *, loc=None, ip=None) -> None:
+    values = [_v(x, loc, ip) for x in (addr, a, b, c, d)]
+    _asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", values, "r,r,r,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def stmatrix_4(addr, a, b, c, d, *, loc=None, ip=None) -> None:
+    """Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l // 8."""
+    values = [_v(x, loc, ip) for x in (addr, a, b, c, d)]
+    _asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "", values, "r,r,r,r,r", True, loc, ip)
+
+
+@dsl_user_op
 def st_shared_f2(addr, a, b, *, loc=None, ip=None) -> None:
     _asm("st.shared.v2.f32 [$0], {$1, $2};", "", [_v(x, loc, ip) for x in (addr, a, b)], "r,f,f", True, loc, ip)
 
@@ -241,6 +254,12 @@ def log2(x, *, loc=None, ip=None) -> Float32:
 @dsl_user_op
 def rcp(x, *, loc=None, ip=None) -> Float32:
     return _asm("rcp.approx.ftz.f32 $0, $1;", "f", [_v(x, loc, ip)], "f", False, loc, ip)[0]
+
+
+@dsl_user_op
+def fma(a, b, c, *, loc=None, ip=None) -> Float32:
+    """a * b + c, rounded once."""
+    return _asm("fma.rn.f32 $0, $1, $2, $3;", "f", [_v(x, loc, ip) for x in (a, b, c)], "f,f,f", False, loc, ip)[0]
 
 
 @dsl_user_op

@@ -1,0 +1,125 @@
+"""Active-length attention for many query rows (prefill) on Hopper: the host side.
+
+`suits` says which calls are better off here than in the decode kernel; `launch` runs one. How the kernel works is in
+prefill_kernel.py. One launch per call, no workspace; K and V go by TMA, hence rows at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.jit import current_target, kernel_builder
+
+ARCH = "sm_90a"
+LOG2E = 1.4426950408889634
+ROWS_PER_TILE = 128
+
+
+class Variant(NamedTuple):
+    """What is compiled separately; field names as in prefill_kernel.PrefillKernel."""
+
+    bf16: bool
+    head_dim: int
+    group: int
+    positive: bool
+    causal: bool
+    window: bool
+    softcap: bool
+    sink: bool
+    device_length: bool
+
+
+_functions: dict[tuple, Any] = {}
+
+
+def suits(q_len: int, h_q: int, kv_heads: int) -> bool:
+    """Enough 128-row tiles of one sequence (32: a quarter of the SMs), each at least half full. A function of what a batch and a
+    length do not change, as the two kernels round differently."""
+    return q_len * (h_q // kv_heads) >= ROWS_PER_TILE // 2 and q_len * h_q >= 32 * ROWS_PER_TILE
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """What TMA and 16-byte loads need: base and every stride (of a dimension longer than 1) a multiple of 16 bytes."""
+    return all(
+        not t.data_ptr() & 15 and not any(st & 7 for st, n in zip(t.stride()[:3], t.shape) if n > 1) for t in tensors
+    )
+
+
+def _plain_strides(t: Tensor) -> Tensor:
+    """The same tensor; dimensions of size 1 get a stride that a TMA descriptor accepts."""
+    if not any(st & 7 for st in t.stride()[:3]):
+        return t
+    return t.as_strided(t.shape, [st if n > 1 else 8 for st, n in zip(t.stride()[:3], t.shape)] + [1])
+
+
+def _variants(arch: str) -> tuple[Variant, ...]:
+    """bf16, D 128, 4 query heads a KV head, causal, int and device lengths."""
+    return tuple(Variant(True, 128, 4, True, True, False, False, False, dev) for dev in (False, True))
+
+
+@kernel_builder("active_attention_prefill", archs=(ARCH,), variants=_variants)
+def prefill_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    from cute_kernels.kernels.sm90.prefill_kernel import PrefillKernel
+
+    dtype = cutlass.BFloat16 if variant.bf16 else cutlass.Float16
+
+    def rows() -> Any:
+        shape = (*(cute.sym_int() for _ in range(3)), variant.head_dim)
+        stride = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+        return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16)
+
+    def flat(element: Any) -> Any:
+        return cute.runtime.make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=4)
+
+    lse = cute.runtime.make_fake_tensor(
+        Float32, tuple(cute.sym_int() for _ in range(3)), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4
+    )
+    return PrefillKernel(**variant._asdict()), (
+        rows(), rows(), rows(), rows(), lse, flat(Int32) if variant.device_length else None, Int32(1),
+        flat(Float32) if variant.sink else None, Float32(1.0), Float32(1.0), Int32(0), Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )  # fmt: skip
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_len: int | Tensor,
+    sm_scale: float,
+    causal: bool,
+    window_left: int,
+    softcap: float,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Run the kernel on the current stream; arguments as `cute_kernels.active_attention`, already checked and `aligned`."""
+    _, h_q, _, d = q.shape
+    variant = Variant(
+        bf16=q.dtype == torch.bfloat16,
+        head_dim=d,
+        group=h_q // k_cache.shape[1],
+        positive=sm_scale > 0.0 and softcap == 0.0,
+        causal=causal,
+        window=window_left >= 0,
+        softcap=softcap > 0.0,
+        sink=attn_sink is not None,
+        device_length=not isinstance(kv_len, int),
+    )
+    target = current_target(q.device)
+    key = variant, target.key
+    run = _functions.get(key)
+    if run is None:
+        run = _functions[key] = prefill_kernel(variant, target)
+    lengths, length = (kv_len, 0) if variant.device_length else (None, kv_len)
+    scale, cap_log2 = (sm_scale / softcap, softcap * LOG2E) if softcap > 0.0 else (sm_scale * LOG2E, 0.0)
+    q, k_cache, v_cache = (_plain_strides(t) for t in (q, k_cache, v_cache))
+    run(q, k_cache, v_cache, out, lse, lengths, length, attn_sink, scale, cap_log2, window_left, target.num_sms)
