@@ -26,6 +26,8 @@ KERNELS: dict[tuple[str, str], str] = {
     ("group_topk", "sm_100a"): "cute_kernels.kernels.group_topk",
     ("group_topk", "sm_103a"): "cute_kernels.kernels.group_topk",
     ("sparse_prefill", "sm_90a"): "cute_kernels.kernels.sm90.sparse_prefill",
+    ("sparse_prefill", "sm_100a"): "cute_kernels.kernels.sm100.sparse_prefill",
+    ("sparse_prefill", "sm_103a"): "cute_kernels.kernels.sm100.sparse_prefill",
 }
 
 _ARCH_NAMES = {"sm_90a": "Hopper (H100, H200)", "sm_100a": "Blackwell (B200)", "sm_103a": "Blackwell (B300)"}
