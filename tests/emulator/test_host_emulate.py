@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import math
 import struct
@@ -183,10 +184,12 @@ def test_reloaded_object_finds_the_ptx_beside_it(tmp_path, monkeypatch):
 def test_function_compiled_before_needs_its_ptx(tmp_path, monkeypatch):
     monkeypatch.setattr(ptx_store, "_by_hash", {})
     monkeypatch.setattr(ptx_store, "_objects", [])
-    options = f"--gpu-arch sm_100a --keep-ptx --dump-dir {tmp_path}"
+    # Beside a GPU the DSL gives no callable for another architecture, so this one is compiled for the GPU (Hopper here).
+    arch = "sm_90a" if torch.cuda.is_available() else "sm_100a"
+    options = f"--gpu-arch {arch} --keep-ptx --dump-dir {tmp_path}"
     function = kernels.compile_tvm_ffi(options)
     a, b, c = operands()
-    with emulate(backend=numpy_add) as emulation:
+    with emulate(arch, backend=numpy_add) as emulation:
         # The name is shared with other compilations of this file, so the text is registered under the machine code.
         with pytest.raises(MissingPtx) as error:
             function(a, b, c)
@@ -194,6 +197,20 @@ def test_function_compiled_before_needs_its_ptx(tmp_path, monkeypatch):
         register_ptx(digest, function.__ptx__)
         function(a, b, c)
     assert torch.equal(c, a + b) and len(emulation.captures) == 1
+
+
+def test_modules_that_outlive_their_function_keep_no_emulated_library():
+    from cutlass import cute
+
+    a, b, c = operands()
+    with emulate(backend=numpy_add):
+        function = cute.compile(kernels.add_default_stream, a, b, c)
+        function(a, b, c)
+        module = function.jit_module
+        assert module.cuda_library
+        del function
+        gc.collect()
+    assert module.cuda_library == []  # its __del__ would hand the emulator's handles to the CUDA runtime
 
 
 def test_leaving_restores_everything():

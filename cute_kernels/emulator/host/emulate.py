@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,14 +51,14 @@ class _Installation:
     def _install(self, stack: contextlib.ExitStack) -> None:
         import torch
 
-        reloads: weakref.WeakSet = weakref.WeakSet()
+        loaded = patches.Loaded()
         self.keeper = patches.PtxKeeper()
         stack.callback(self.keeper.close)
         changes = patches.PatchSet()
         stack.callback(changes.restore)
         stack.callback(runtime_api.release)
-        stack.callback(patches.reset_functions, reloads)
-        patches.patch_dsl(changes, self.keeper, reloads)
+        stack.callback(patches.reset_functions, loaded)
+        patches.patch_dsl(changes, self.keeper, loaded)
         patches.patch_tvm_ffi(changes)
         patches.patch_cuda_python(changes)
         patches.patch_torch(changes, torch)

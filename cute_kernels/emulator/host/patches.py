@@ -142,7 +142,15 @@ class PtxKeeper:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def patch_dsl(patches: PatchSet, keeper: PtxKeeper, reloads: weakref.WeakSet) -> None:
+class Loaded:
+    """What an emulation loaded: plain compiled functions, and the lists of library handles that their modules hold."""
+
+    def __init__(self):
+        self.functions = weakref.WeakSet()
+        self.libraries = []
+
+
+def patch_dsl(patches: PatchSet, keeper: PtxKeeper, loaded: Loaded) -> None:
     """Compilation, loading and execution of the CuTe DSL."""
     import cutlass  # noqa: F401  (completes the DSL's own import order)
     from cutlass.base_dsl import compiler, env_manager, jit_executor
@@ -199,7 +207,8 @@ def patch_dsl(patches: PatchSet, keeper: PtxKeeper, reloads: weakref.WeakSet) ->
             if pending is None:
                 raise
             raise pending from error
-        reloads.add(self)
+        loaded.functions.add(self)
+        loaded.libraries.append(libraries)
         return libraries
 
     patches.set(function, "_load_cuda_library", when_active(load, load_cuda_library))
@@ -235,17 +244,17 @@ class _NoCache:
         instance.__dict__["no_cache"] = value
 
 
-def reset_functions(reloads: weakref.WeakSet) -> None:
-    """Makes plain compiled functions that were loaded by an emulation load their library anew when next called."""
-    for function in list(reloads):
-        module = function.jit_module
-        if module is not None:
-            module.cuda_library.clear()
-            module._unloaded = True
+def reset_functions(loaded: Loaded) -> None:
+    """Makes plain compiled functions that were loaded by an emulation load their library anew when next called, and keeps their
+    modules, which may outlive them, from handing the emulation's handles to the real runtime."""
+    for function in list(loaded.functions):
+        if function.jit_module is not None:
+            function.jit_module._unloaded = True
         function.jit_module = None
         function._default_executor = None
         function.__dict__.pop("num_devices", None)
-    reloads.clear()
+    for libraries in loaded.libraries:
+        libraries.clear()
 
 
 def patch_tvm_ffi(patches: PatchSet) -> None:
