@@ -6,15 +6,18 @@
 # Other arguments go to pytest.
 set -euo pipefail
 . "$(dirname "$0")/venv.sh"
-use_venv test,inspect
-published=tests/emulator/requirements.txt
-if ! cmp -s "$published" "$venv/.cute_kernels-published"; then
-  if "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps -r "$published"; then
-    cp "$published" "$venv/.cute_kernels-published"
-  else
-    echo "The published kernels could not be installed: their tests skip, with that reason"
+use_venv test,inspect,integrations
+# Packages that others publish, without their dependencies: kernels that the emulator runs, clients of the integrations.
+for list in emulator integrations; do
+  published=tests/$list/requirements.txt
+  if ! cmp -s "$published" "$venv/.cute_kernels-$list"; then
+    if "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps -r "$published"; then
+      cp "$published" "$venv/.cute_kernels-$list"
+    else
+      echo "$published could not be installed: its tests skip, with that reason"
+    fi
   fi
-fi
+done
 start=$(date +%s)
 status=0
 "$venv/bin/python" -m pytest "$@" || status=$?

@@ -1,0 +1,144 @@
+"""fish-speech's text-to-semantic model with its attention replaced by one call of `active_attention_append` a layer.
+
+    from cute_kernels.integrations.fish_speech import use_active_attention
+    use_active_attention(model)          # a BaseTransformer of fish_speech 0.1.0, before or after setup_caches
+
+fish-speech writes the new keys and values into its caches (two index_puts), expands the KV heads of the whole capacity (two copies),
+and attends to all of it under a mask gathered from a [capacity, capacity] matrix. Here one launch appends and attends to the filled
+prefix in place. Caches, weights, sampling and the calls of `generate` stay as they are; lengths are read on the device, so a CUDA
+graph of one decode step serves every step, and torch.compile makes one graph of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.ops.active_attention import active_attention_append
+
+__all__ = ["restore_attention", "use_active_attention"]
+
+
+class _Length:
+    """The length that the layers of one forward pass share: int32 [1] on the device, or None outside a pass."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+
+def _length_after(input_pos: Tensor) -> Tensor:
+    """int32 [1]: filled rows once the tokens at `input_pos` (consecutive positions) are in the cache."""
+    return (input_pos[-1:] + 1).to(torch.int32)
+
+
+@functools.cache
+def _active_attention_class(base: type[nn.Module]) -> type[nn.Module]:
+    apply_rotary_emb = sys.modules[base.__module__].apply_rotary_emb
+
+    class ActiveAttention(base):
+        """fish-speech's Attention. Without a cache, and in training, it is the original."""
+
+        def forward(self, x: Tensor, freqs_cis: Tensor, mask: Tensor | None, input_pos: Tensor | None = None) -> Tensor:
+            cache = self.kv_cache
+            if cache is None or input_pos is None or self.training:
+                return super().forward(x, freqs_cis, mask, input_pos)
+            batch, tokens, _ = x.shape
+            h_q, h_kv, d = self.n_head, self.n_local_heads, self.head_dim
+            q, k, v = self.wqkv(x).view(batch, tokens, h_q + 2 * h_kv, d).split((h_q, h_kv, h_kv), dim=2)
+            if self.attention_qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = apply_rotary_emb(q, freqs_cis), apply_rotary_emb(k, freqs_cis)
+            kv_len = self._kv_len.value
+            if kv_len is None:
+                kv_len = _length_after(input_pos)
+            if batch > 1:
+                kv_len = kv_len.repeat(batch)
+            k_cache, v_cache = cache.k_cache, cache.v_cache
+            if k_cache.shape[0] != batch:
+                k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+            out, _ = active_attention_append(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), k_cache, v_cache, kv_len)
+            return self.wo(out.transpose(1, 2).reshape(batch, tokens, h_q * d))  # out is stored [B, S, Hq, D]: no copy
+
+    ActiveAttention.__name__ = ActiveAttention.__qualname__ = f"Active{base.__name__}"
+    return ActiveAttention
+
+
+@functools.cache
+def _active_model_class(base: type[nn.Module]) -> type[nn.Module]:
+    class ActiveTransformer(base):
+        """A fish-speech transformer that computes the length once a pass. `_active_base` is the class it was made from."""
+
+        _active_base = base
+
+        def forward_generate(self, inp: Tensor, input_pos: Tensor | None = None, *args, **kwargs):
+            if input_pos is None:
+                if self.layers[0].attention.kv_cache is None:
+                    raise RuntimeError("use_active_attention: forward_generate without input_pos needs caches: call setup_caches")
+                input_pos = torch.arange(inp.shape[-1], device=inp.device)
+            self._kv_len.value = _length_after(input_pos)
+            try:
+                return super().forward_generate(inp, input_pos, *args, **kwargs)
+            finally:
+                self._kv_len.value = None
+
+        if hasattr(base, "forward_generate_fast"):
+
+            def forward_generate_fast(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
+                self._kv_len.value = _length_after(input_pos)
+                try:
+                    return super().forward_generate_fast(x, input_pos)
+                finally:
+                    self._kv_len.value = None
+
+    ActiveTransformer.__name__ = ActiveTransformer.__qualname__ = f"Active{base.__name__}"
+    return ActiveTransformer
+
+
+def _attentions(model: nn.Module) -> list[nn.Module]:
+    return [block.attention for block in (*model.layers, *getattr(model, "fast_layers", ()))]
+
+
+def use_active_attention(model: nn.Module, *, keep_mask: bool = False) -> nn.Module:
+    """Replace the cached attention of a fish-speech model, in place; returns the model. `restore_attention` undoes it.
+
+    Args:
+        model: fish_speech.models.text2semantic.llama.DualARTransformer or NaiveTransformer (0.1.0). Its slow and its codebook layers
+            both change.
+        keep_mask: keep the [capacity, capacity] causal mask (1 GiB at 32768) that only training and passes without a cache read.
+
+    Positions must be consecutive (prefill: arange(T), then one more each step), as fish-speech's `generate` passes them. A position
+    past the capacity raises ValueError on the CPU; on a GPU the row is not written and the length is clamped, without a sync.
+    """
+    if hasattr(type(model), "_active_base"):
+        raise ValueError("use_active_attention: the model's attention is replaced already")
+    if not hasattr(model, "layers") or not hasattr(model, "forward_generate") or not hasattr(model, "causal_mask"):
+        raise TypeError(f"use_active_attention: expects a fish_speech transformer, got {type(model).__name__}")
+    length = _Length()
+    for attention in _attentions(model):
+        attention.__class__ = _active_attention_class(type(attention))
+        attention._kv_len = length
+    model.__class__ = _active_model_class(type(model))
+    model._kv_len = length
+    if not keep_mask:
+        # forward_generate still gathers rows of the mask; no layer reads them, so a few columns will do. The codebook layers' pass
+        # slices num_codebooks of them.
+        model.causal_mask = model.causal_mask[:, : model.config.num_codebooks].clone()
+    return model
+
+
+def restore_attention(model: nn.Module) -> nn.Module:
+    """Undo `use_active_attention`; returns the model. The caches keep their contents."""
+    if not hasattr(type(model), "_active_base"):
+        raise ValueError("restore_attention: the model's attention is not replaced")
+    for attention in _attentions(model):
+        attention.__class__ = type(attention).__mro__[1]
+        del attention._kv_len
+    model.__class__ = type(model)._active_base
+    del model._kv_len
+    n, device = model.config.max_seq_len, model.causal_mask.device
+    if model.causal_mask.shape != (n, n):
+        model.causal_mask = torch.ones(n, n, dtype=torch.bool, device=device).tril_()
+    return model
