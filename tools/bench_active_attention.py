@@ -120,10 +120,11 @@ def flashinfer(case):
     return call
 
 
-def exact(case, i):
-    n, s = case.length, case.q_len
+def exact(case, i, rows):
+    """The last `rows` query rows in float64."""
+    n, s = case.length, rows
     group = case.a.heads // case.a.kv_heads
-    q = case.q[i].double()
+    q = case.q[i][:, :, -s:].double()
     k, v = (x[i][:, :, :n].double().repeat_interleave(group, 1) for x in (case.k, case.v))
     x = q @ k.transpose(2, 3) * case.a.dim**-0.5
     hidden = torch.arange(n, device="cuda")[None] > n - s + torch.arange(s, device="cuda")[:, None]
@@ -155,10 +156,11 @@ def build(case, names, a):
             device_length = bool(changes.pop("device", 0))
             calls[f"ours[{text}]"] = ours(case, device_length, **changes)
     if case.batch * case.length <= 1 << 17:
-        want = exact(case, 0)
+        rows = min(case.q_len, max(1, (1 << 28) // (case.batch * a.heads * case.length)))
+        want = exact(case, 0, rows)
         for name in list(calls):
             try:
-                error = float((calls[name](0).double() - want).norm() / want.norm())
+                error = float((calls[name](0)[:, :, -rows:].double() - want).norm() / want.norm())
             except Exception as problem:  # a peer that cannot run here must not end the table
                 if name.startswith("ours"):
                     raise

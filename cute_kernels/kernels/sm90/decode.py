@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
+from cute_kernels.kernels.sm90 import prefill
 from cute_kernels.kernels.splits import split_bound, split_count
 from cute_kernels.kernels.workspace import workspace
 
@@ -197,6 +198,9 @@ def launch(
     if capacity == 0:
         out.zero_()
         lse.fill_(-math.inf)
+        return
+    if s > 1 and variant is None and k_new is None and prefill.suits(s, h_q, kv_heads) and prefill.aligned(q, k_cache, v_cache):
+        prefill.launch(q, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink, out, lse)
         return
     # What follows is most of the host time of a call: one small tuple finds everything that lengths do not change.
     device_length = not isinstance(kv_len, int)

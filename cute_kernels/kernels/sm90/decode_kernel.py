@@ -58,7 +58,7 @@ class DecodeKernel:
         min_blocks: CTAs per SM that registers must allow, 0 for any; stages: ring slots of 16 keys per warp.
         bulk: fill the ring by cp.async (0), by one bulk copy per row (1), or by one per 16 adjacent rows (2).
         ahead: steps past the ring that are prefetched into the L2 cache.
-        next_wave: in its last step a CTA prefetches the first rows of the CTA that is so many places later in the grid (0: of none).
+        next_wave: in its last step a CTA prefetches the first rows of the CTA so many places later in the grid (0: of none).
         causal, window, softcap, sink, append, device_length: options; absent ones leave no code.
     """
 

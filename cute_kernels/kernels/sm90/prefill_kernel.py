@@ -322,7 +322,7 @@ class PrefillKernel:
             cute.arch.barrier(barrier_id=TURN, number_of_threads=256)  # the turn that consumer 1 gave last
 
     def piece(self, row, piece):
-        """Byte offset, inside a consumer's half of the Q tile, of 16-byte piece `piece` of `row`: 64-column tiles, 128-byte swizzle."""
+        """Byte offset of 16-byte piece `piece` of `row` in a consumer's half of the Q tile: 64-column tiles, 128-byte swizzle."""
         return (piece // 8) * 8192 + row * 128 + (((piece % 8) ^ (row % 8)) << 4)
 
     def row_offset(self, t, c, tensor, row):
@@ -362,8 +362,14 @@ class PrefillKernel:
                 c.low[r] = pos - c.p.window_left
 
     def issue_scores(self, ring, c):
-        """S = Q K^T of the block in slot ring % STAGES."""
+        """S = Q K^T of the block in slot ring % STAGES.
+
+        The zeros are never added (they may even cost no instruction), but without them S is an operand that has to be kept from
+        loop to loop: ptxas then runs out of registers and serialises every product.
+        """
         slot = ring % STAGES
+        for i in range(cute.size(c.s)):
+            c.s[i] = Float32(0.0)
         self.gemm(c.qk, c.s, c.frag_q, c.frag_k[None, None, None, slot], self.k_steps, True)
 
     def issue_values(self, ring, clear, c):
