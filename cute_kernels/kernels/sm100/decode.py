@@ -1,0 +1,229 @@
+"""Active-length attention for few query rows (decode) on Blackwell: the host side.
+
+`can_implement` says whether a case runs here, `launch` runs it into given outputs. The kernel itself, and how it works, is in
+decode_kernel.py. One launch per call; nothing is allocated but outputs (see cute_kernels.kernels.workspace). The tensor maps are
+made by the launch from the caches' strides, so one compiled variant serves every capacity.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.jit import current_target, kernel_builder
+from cute_kernels.kernels.splits import split_bound, split_count
+from cute_kernels.kernels.workspace import workspace
+
+ARCHS = ("sm_100a", "sm_103a")
+LOG2E = 1.4426950408889634
+TILE = 128  # keys, as decode_kernel.TILE
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Variant(NamedTuple):
+    """What is compiled separately; field names as in decode_kernel.DecodeKernel."""
+
+    bf16: bool
+    head_dim: int
+    group: int
+    single_token: bool
+    n: int
+    split_cap: int
+    wide: bool
+    causal: bool
+    window: bool
+    softcap: bool
+    sink: bool
+    append: bool
+    device_length: bool
+
+
+def can_implement(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_len: int | Tensor,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    attn_sink: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+) -> str | None:
+    """None, or why this case has no kernel here (arguments as `cute_kernels.active_attention`, already checked)."""
+    if q.dtype not in _DTYPES:
+        return f"dtype must be bfloat16 or float16, not {q.dtype}"
+    d = q.shape[3]
+    if d % 8 or not 16 <= d <= 256:
+        return f"the head dimension must be a multiple of 8 from 16 to 256, not {d}"
+    if max(k_cache.shape[0], k_cache.shape[1]) > 65535:
+        return f"batch size and KV heads must be at most 65535, not {k_cache.shape[0]} and {k_cache.shape[1]}"
+    return None
+
+
+def split_cap(kv_heads: int) -> int:
+    """Most splits of one sequence: enough CTAs for one sequence to use the GPU. Depends on the head count alone."""
+    return max(2, min(32, 64 // max(1, kv_heads)))
+
+
+def _aligned(*tensors: Tensor | None) -> bool:
+    """Every row starts at a multiple of 16 bytes (strides of dimensions of size 1 do not matter)."""
+    for x in tensors:
+        if x is not None:
+            if x.data_ptr() & 15 or any(st & 7 and n > 1 for st, n in zip(x.stride()[:3], x.shape)):
+                return False
+    return True
+
+
+def choose(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_len: int | Tensor, causal: bool, window_left: int, softcap: float,
+    attn_sink: Tensor | None, k_new: Tensor | None, v_new: Tensor | None,
+) -> Variant:  # fmt: skip
+    """The variant for these arguments. Nothing that data decides, and no arithmetic that depends on the batch."""
+    h_q, s, d = q.shape[1:]
+    kv_heads = k_cache.shape[1]
+    group = h_q // kv_heads
+    return Variant(
+        bf16=q.dtype == torch.bfloat16,
+        head_dim=d,
+        group=group,
+        single_token=s == 1 and group <= 32,
+        n=16 if s * group <= 16 else 32,
+        split_cap=split_cap(kv_heads),
+        wide=_aligned(q, k_cache, v_cache, k_new, v_new),
+        causal=causal,
+        window=window_left >= 0,
+        softcap=softcap > 0.0,
+        sink=attn_sink is not None,
+        append=k_new is not None,
+        device_length=not isinstance(kv_len, int),
+    )
+
+
+def _common_variants(arch: str) -> tuple[Variant, ...]:
+    """bf16, D 128, 4 query heads a KV head, 8 KV heads, one token, int and device lengths."""
+    return tuple(Variant(True, 128, 4, True, 16, 8, True, True, False, False, False, False, dev) for dev in (False, True))
+
+
+@kernel_builder(
+    "active_attention_decode_sm100", archs=ARCHS, variants=_common_variants,
+    options="--ptxas-options -O2",  # -O3 of ptxas 13.0 and 13.4 crashes on some loops around tcgen05.mma
+)  # fmt: skip
+def decode_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel of one variant and the arguments of cute.compile."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    from cute_kernels.kernels.sm100.decode_kernel import DecodeKernel
+
+    dtype = cutlass.BFloat16 if variant.bf16 else cutlass.Float16
+
+    def rows() -> Any:
+        """[., ., ., D]; that rows start at multiples of 16 bytes is checked by the generated host code, cheaper than in Python."""
+        shape = tuple(cute.sym_int() for _ in range(4))
+        stride = tuple(cute.sym_int64(divisibility=8 if variant.wide else 1) for _ in range(3))
+        return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16 if variant.wide else 2)
+
+    def flat(element: Any) -> Any:
+        return cute.runtime.make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=element.width // 8)
+
+    lse = cute.runtime.make_fake_tensor(
+        Float32, tuple(cute.sym_int() for _ in range(3)), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4
+    )
+    tensor = [rows() for _ in range(6)]
+    return DecodeKernel(**variant._asdict()), (
+        *tensor[:4], lse, flat(Int32) if variant.device_length else None, Int32(1),
+        flat(Float32), flat(Int32), flat(Float32) if variant.sink else None,
+        tensor[4] if variant.append else None, tensor[5] if variant.append else None,
+        Float32(1.0), Float32(1.0), Int32(0), Int32(1), Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )  # fmt: skip
+
+
+_plans: dict[tuple, _Plan] = {}
+
+
+class _Plan:
+    """A variant's compiled functions and numbers."""
+
+    def __init__(self, variant: Variant, q_len: int, target: Any) -> None:
+        self.variant, self.target, self.cap = variant, target, variant.split_cap
+        n, group = variant.n, variant.group
+        self.rows = n - n % group if group <= n else n  # of a tile, as decode_kernel.rows_per_tile
+        self.row_tiles = -(-q_len * group // self.rows)
+        self.wide = decode_kernel(variant._replace(wide=True), target)
+
+    def narrow(self, *arguments: Any) -> None:
+        decode_kernel(self.variant._replace(wide=False), self.target)(*arguments)
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_len: int | Tensor,
+    sm_scale: float,
+    causal: bool,
+    window_left: int,
+    softcap: float,
+    attn_sink: Tensor | None,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Run the kernel on the current stream; arguments as `cute_kernels.active_attention_append`, already checked.
+
+    out [B, Hq, S, D] and lse [B, Hq, S] are written in full.
+    """
+    b, h_q, s, d = q.shape
+    if b == 0 or h_q == 0 or s == 0:
+        return
+    _, kv_heads, capacity, _ = k_cache.shape
+    if capacity == 0:
+        out.zero_()
+        lse.fill_(-math.inf)
+        return
+    # What follows is most of the host time of a call: one small tuple finds everything that lengths do not change.
+    device_length = not isinstance(kv_len, int)
+    device = q.device
+    # On a GPU the device decides the target; on a CPU the emulator does, per call.
+    target = None if device.type == "cuda" else current_target(device)
+    key = (
+        device, q.dtype, h_q, s, d, kv_heads, causal, window_left >= 0, softcap > 0.0, attn_sink is None,
+        k_new is None, device_length, target and target.key,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        chosen = choose(q, k_cache, v_cache, kv_len, causal, window_left, softcap, attn_sink, k_new, v_new)
+        plan = _plans[key] = _Plan(chosen, s, target or current_target(device))
+    if device_length:
+        lengths, length, slots = kv_len, 0, split_bound(capacity, TILE, plan.cap)
+    else:
+        lengths, length = None, kv_len
+        if plan.row_tiles == 1:
+            slots = split_count(min(kv_len, window_left + s) if window_left >= 0 else kv_len, TILE, plan.cap)
+        else:
+            slots = split_bound(kv_len, TILE, plan.cap)
+    tiles = b * kv_heads * plan.row_tiles
+    ws = workspace(device, tiles * slots * plan.rows * (d + 4) if slots > 1 else 0, tiles)
+    if softcap > 0.0:
+        scale, cap_log2 = sm_scale / softcap, softcap * LOG2E
+    else:
+        scale, cap_log2 = sm_scale * LOG2E, 0.0
+    arguments = (
+        q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new,
+        scale, cap_log2, window_left, slots, plan.row_tiles,
+    )  # fmt: skip
+    try:
+        plan.wide(*arguments)
+    except ValueError:
+        # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
+        if _aligned(q, k_cache, v_cache, k_new, v_new):
+            raise
+        plan.narrow(*arguments)
