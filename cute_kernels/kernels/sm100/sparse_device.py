@@ -14,6 +14,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass.cutlass_dsl import dsl_user_op
 
+from cute_kernels.kernels.sm100.sparse_layout import TILE
+
 NEG_INF = float("-inf")
 # below every finite logit; exp2(-inf - LOWEST) is 0, so that masked rows need no special case
 LOWEST = -3.4028234663852886e38
@@ -24,45 +26,52 @@ PAIR = 3  # CTA mask of both CTAs of the pair
 EVEN_CTA = -0x1000001
 
 
+def _one(text: str, arguments: list) -> None:
+    """A block of instructions run by the whole warp, in which the predicate `one` is true for one thread, always the same.
+
+    The tensor core and TMA take their operands in uniform registers. Where the warp runs together, ptxas knows addresses to be
+    uniform; in a branch for one thread it emits a loop over the lanes around every instruction (seen in SASS: 14 instructions per
+    tcgen05.mma, more than its 33 cycles).
+    """
+    cute.arch.inline_ptx(
+        "{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\t@!one bra skip;\n\t" + text.replace("@one ","") + "\nskip:\n\t}", read_only_args=arguments
+    )
+
+
 # ---- mbarriers -----------------------------------------------------------------------------------------------------------
+# All in the default scope, which is the CTA's. The arrivals that cross to the other CTA hand over tensor memory and shared memory
+# that the tensor core of the arriving CTA reads itself; no thread reads memory that a thread of the other CTA wrote. In cluster
+# scope ptxas adds MEMBAR.ALL.GPU to each arrival and CCTL.IVALL to each wait (seen in SASS).
 def barrier_init(address: Int32, count: int) -> None:
     cute.arch.inline_ptx(f"mbarrier.init.shared::cta.b64 [{{$r0}}], {count};", read_only_args=[address])
 
 
-def _wait(address: Int32, parity: Int32, scope: str) -> None:
+def wait(address: Int32, parity: Int32) -> None:
+    """Wait until the phase of this parity has completed (0 is the first; parity 1 of a fresh barrier counts as complete)."""
     cute.arch.inline_ptx(
         "{\n\t.reg .pred done;\nagain:\n\t"
-        f"mbarrier.try_wait.parity{scope}.shared::cta.b64 done, [{{$r0}}], {{$r1}};\n\t@!done bra again;\n\t}}",
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1};\n\t@done bra.uni over;\n\tbra.uni again;\nover:\n\t}",
         read_only_args=[address, parity],
     )
 
 
-def wait(address: Int32, parity: Int32) -> None:
-    """Wait until the phase of this parity has completed (0 is the first; parity 1 of a fresh barrier counts as complete)."""
-    _wait(address, parity, "")
-
-
-def wait_pair(address: Int32, parity: Int32) -> None:
-    """As `wait`, and sees what threads of both CTAs did before they arrived."""
-    _wait(address, parity, ".acquire.cluster")
-
-
 def arrive(address: Int32) -> None:
-    cute.arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[address])
+    """One thread of the warp arrives."""
+    _one("@one mbarrier.arrive.shared::cta.b64 _, [{$r0}];", [address])
 
 
 def arrive_even(address: Int32) -> None:
-    """Arrive on the barrier of the pair's even CTA, releasing to the cluster."""
-    cute.arch.inline_ptx(
-        "{\n\t.reg .b32 even;\n\tmapa.shared::cluster.u32 even, {$r0}, 0;\n\t"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [even];\n\t}",
-        read_only_args=[address],
+    """One thread of the warp arrives on the barrier of the pair's even CTA."""
+    _one(
+        ".reg .b32 even;\n\tmapa.shared::cluster.u32 even, {$r0}, 0;\n\t"
+        "@one mbarrier.arrive.shared::cluster.b64 _, [even];",
+        [address],
     )
 
 
 def expect(address: Int32, size: int) -> None:
-    """Arrive and announce `size` bytes."""
-    cute.arch.inline_ptx(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [{{$r0}}], {size};", read_only_args=[address])
+    """One thread of the warp arrives and announces `size` bytes."""
+    _one(f"@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [{{$r0}}], {size};", [address])
 
 
 def pair_barrier(name: Int32) -> None:
@@ -126,48 +135,51 @@ def tmem_store_wait() -> None:
 
 
 # ---- tensor core, issued by one thread for both CTAs -----------------------------------------------------------------------
-def mma_ts(d: Int32, a: Int32, a_offset: int, b_low: Int32, b_offset: int, b_high: int, kind: int, accumulate: bool) -> None:
-    """D (+)= A B^T: A in tensor memory, B in shared memory `b_offset` bytes after the start in b_low."""
-    cute.arch.inline_ptx(
-        "{\n\t.reg .pred p;\n\t.reg .b32 a, lo, kind;\n\t.reg .b64 b;\n\t"
-        f"add.u32 a, {{$r1}}, {a_offset};\n\tadd.u32 lo, {{$r2}}, {b_offset >> 4};\n\tmov.b64 b, {{lo, {b_high}}};\n\t"
-        f"mov.b32 kind, {kind};\n\tsetp.ne.b32 p, {int(accumulate)}, 0;\n\t"
-        "tcgen05.mma.cta_group::2.kind::f16 [{$r0}], [a], b, kind, p;\n\t}",
-        read_only_args=[d, a, b_low],
-    )
+def mma_ts(d: Int32, a: Int32, b_low: Int32, kind: int, steps: list[tuple[int, int, int]]) -> None:
+    """D = A B^T over `steps` of 16: A in tensor memory `step[0]` columns after a, B in shared memory `step[1]` bytes after the
+    start in b_low, with upper descriptor word step[2]."""
+    text = f".reg .pred first, more;\n\t.reg .b32 a, lo, kind;\n\t.reg .b64 b;\n\tmov.b32 kind, {kind};\n\t"
+    text += "setp.ne.b32 first, 0, 0;\n\tsetp.eq.b32 more, 0, 0;"
+    for i, (a_offset, b_offset, b_high) in enumerate(steps):
+        text += (
+            f"\n\tadd.u32 a, {{$r1}}, {a_offset};\n\tadd.u32 lo, {{$r2}}, {b_offset >> 4};\n\tmov.b64 b, {{lo, {b_high}}};"
+            f"\n\t@one tcgen05.mma.cta_group::2.kind::f16 [{{$r0}}], [a], b, kind, {'more' if i else 'first'};"
+        )
+    _one(text, [d, a, b_low])
 
 
-def mma_ss(
-    d: Int32, d_offset: int, a_low: Int32, a_offset: int, a_high: int, b_low: Int32, b_offset: int, b_high: int, kind: int,
-    accumulate: Int32,
-) -> None:  # fmt: skip
-    """D (+)= A B: both in shared memory; overwrites D if `accumulate` is 0."""
-    cute.arch.inline_ptx(
-        "{\n\t.reg .pred p;\n\t.reg .b32 d, lo, kind;\n\t.reg .b64 a, b;\n\t"
-        f"add.u32 d, {{$r0}}, {d_offset};\n\tadd.u32 lo, {{$r1}}, {a_offset >> 4};\n\tmov.b64 a, {{lo, {a_high}}};\n\t"
-        f"add.u32 lo, {{$r2}}, {b_offset >> 4};\n\tmov.b64 b, {{lo, {b_high}}};\n\t"
-        f"mov.b32 kind, {kind};\n\tsetp.ne.b32 p, {{$r3}}, 0;\n\t"
-        "tcgen05.mma.cta_group::2.kind::f16 [d], a, b, kind, p;\n\t}",
-        read_only_args=[d, a_low, b_low, accumulate],
-    )
+def mma_ss(d: Int32, a_low: Int32, a_high: int, b_low: Int32, b_high: int, kind: int, accumulate: Int32, steps: list) -> None:
+    """D (+)= A B over `steps` of 16, both in shared memory, step[0] and step[1] bytes after their starts; the first step
+    overwrites D if `accumulate` is 0."""
+    text = f".reg .pred first, more;\n\t.reg .b32 lo, kind;\n\t.reg .b64 a, b;\n\tmov.b32 kind, {kind};\n\t"
+    text += "setp.ne.b32 first, {$r3}, 0;\n\tsetp.eq.b32 more, 0, 0;"
+    for i, (a_offset, b_offset) in enumerate(steps):
+        text += (
+            f"\n\tadd.u32 lo, {{$r1}}, {a_offset >> 4};\n\tmov.b64 a, {{lo, {a_high}}};"
+            f"\n\tadd.u32 lo, {{$r2}}, {b_offset >> 4};\n\tmov.b64 b, {{lo, {b_high}}};"
+            f"\n\t@one tcgen05.mma.cta_group::2.kind::f16 [{{$r0}}], a, b, kind, {'more' if i else 'first'};"
+        )
+    _one(text, [d, a_low, b_low, accumulate])
 
 
-def tmem_copy(column: Int32, column_offset: int, low: Int32, offset: int, high: int) -> None:
-    """128 rows x 32 bytes of each CTA's shared memory to 8 columns of its tensor memory."""
-    cute.arch.inline_ptx(
-        "{\n\t.reg .b32 d, lo;\n\t.reg .b64 s;\n\t"
-        f"add.u32 d, {{$r0}}, {column_offset};\n\tadd.u32 lo, {{$r1}}, {offset >> 4};\n\tmov.b64 s, {{lo, {high}}};\n\t"
-        "tcgen05.cp.cta_group::2.128x256b [d], s;\n\t}",
-        read_only_args=[column, low],
-    )
+def tmem_copy(column: Int32, low: Int32, steps: list[tuple[int, int, int]]) -> None:
+    """128 rows x 32 bytes of each CTA's shared memory to 8 columns of its tensor memory, once per step: columns after `column`,
+    bytes after the start in `low`, upper descriptor word."""
+    text = ".reg .b32 d, lo;\n\t.reg .b64 s;"
+    for column_offset, offset, high in steps:
+        text += (
+            f"\n\tadd.u32 d, {{$r0}}, {column_offset};\n\tadd.u32 lo, {{$r1}}, {offset >> 4};\n\tmov.b64 s, {{lo, {high}}};"
+            "\n\t@one tcgen05.cp.cta_group::2.128x256b [d], s;"
+        )
+    _one(text, [column, low])
 
 
 def commit(barrier: Int32) -> None:
-    """Arrive on this barrier of both CTAs when everything this thread has given to the tensor core is done."""
-    cute.arch.inline_ptx(
-        f"{{\n\t.reg .b16 both;\n\tmov.b16 both, {PAIR};\n\t"
-        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [{$r0}], both;\n\t}",
-        read_only_args=[barrier],
+    """Arrive on this barrier of both CTAs when everything given to the tensor core so far is done."""
+    _one(
+        f".reg .b16 both;\n\tmov.b16 both, {PAIR};\n\t"
+        "@one tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [{$r0}], both;",
+        [barrier],
     )
 
 
@@ -181,25 +193,25 @@ def tensor_map(atom: cute.CopyAtom, *, loc=None, ip=None) -> Int64:
     return pointer.toint(loc=loc, ip=ip)
 
 
-def gather_rows(dst: Int32, offset: int, desc: Int64, column: Int32, rows: list[Int32], barrier: Int32, policy: Int64) -> None:
-    """Four rows of a tensor map's box width, the bytes counted by the even CTA's barrier; rows outside the tensor are zeros."""
-    cute.arch.inline_ptx(
-        "{\n\t.reg .b32 dst;\n\t"
-        f"add.u32 dst, {{$r0}}, {offset};\n\t"
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
-        "[dst], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}], {$r8};\n\t}",
-        read_only_args=[dst, desc, column, *rows, barrier, policy],
-    )
+def gather_rows(dst: Int32, desc: Int64, column: Int32, rows: list[Int32], barrier: Int32, policy: Int64, boxes: int) -> None:
+    """Four rows of `boxes` column tiles of 64 (a box's width, TILE bytes apart in shared memory), the bytes counted by `barrier`;
+    rows outside the tensor are zeros."""
+    text = ".reg .b32 dst, column;"
+    for i in range(boxes):
+        text += (
+            f"\n\tadd.u32 dst, {{$r0}}, {i * TILE};\n\tadd.u32 column, {{$r2}}, {64 * i};\n\t@one cp.async.bulk.tensor.2d."
+            "shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint [dst], "
+            "[{$r1}, {column, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}], {$r8};"
+        )
+    _one(text, [dst, desc, column, *rows, barrier, policy])
 
 
-def load_box(dst: Int32, offset: int, desc: Int64, column: Int32, head: Int32, row: Int32, barrier: Int32, policy: Int64) -> None:
-    """A box of Q (columns, heads) of query row `row`, counted by the even CTA's barrier; absent heads are zeros."""
-    cute.arch.inline_ptx(
-        "{\n\t.reg .b32 dst;\n\t"
-        f"add.u32 dst, {{$r0}}, {offset};\n\t"
-        "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
-        "[dst], [{$r1}, {{$r2}, {$r3}, {$r4}}], [{$r5}], {$r6};\n\t}",
-        read_only_args=[dst, desc, column, head, row, barrier, policy],
+def load_box(dst: Int32, desc: Int64, column: Int32, head: Int32, row: Int32, barrier: Int32, policy: Int64) -> None:
+    """A box of Q (columns, heads) of query row `row`, counted by `barrier`; absent heads are zeros."""
+    _one(
+        "@one cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
+        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}}], [{$r5}], {$r6};",
+        [dst, desc, column, head, row, barrier, policy],
     )
 
 

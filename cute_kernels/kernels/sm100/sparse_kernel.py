@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint8, const_expr
+from cutlass import Float32, Int32, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.kernels.sm100 import sparse_device as dev
 from cute_kernels.kernels.sm100.sparse_layout import (
-    D_V,
     EPILOGUE_WARP,
     GATHER_WARP,
     HEADS,
@@ -116,8 +115,8 @@ class SparsePrefillSm100(Producer, Mma, Softmax):
     ):
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
-        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        pair = cute.arch.block_idx()[0] // 2
+        cta = cute.arch.block_idx()[0] & 1
+        pair = cute.arch.cluster_idx()[0]
         s_q, h_q = mQ.shape[0], mQ.shape[1]
         at = self.at
         smem = SmemAllocator().allocate_array(Uint8, at.bytes, byte_alignment=1024).toint()
@@ -149,7 +148,7 @@ class SparsePrefillSm100(Producer, Mma, Softmax):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         dev.fence_after()
-        tmem = dev.load_shared(smem + at.tmem_address)
+        tmem = cute.arch.make_warp_uniform(dev.load_shared(smem + at.tmem_address))
 
         if warp < EPILOGUE_WARP:
             self.softmax(smem, tmem, sm_scale, group_shift, s_q, pair, pairs, cta, thread)
@@ -157,17 +156,15 @@ class SparsePrefillSm100(Producer, Mma, Softmax):
             self.epilogue(smem, tmem, mOut, mMax, mLse, mSink, sm_scale, s_q, h_q, pair, pairs, cta, thread - 128)
         elif warp == MMA_WARP:
             if cta == 0:
-                with cute.arch.elect_one():
-                    self.issue(smem, tmem, s_q, pair, pairs)
+                self.issue(smem, tmem, s_q, pair, pairs)
         elif warp == KEYS_WARP:
             self.list_keys(smem, mKV, mIdx, mLen, mMask, group_shift, s_q, h_q, pair, pairs)
         else:
-            with cute.arch.elect_one():
-                kv_map = dev.tensor_map(kv_atom)
-                q_map = dev.tensor_map(q_atom)
-                q_rope_map = dev.tensor_map(q_rope_atom) if const_expr(at.rope) else q_map
-                kv_rope_map = dev.tensor_map(kv_rope_atom) if const_expr(at.rope) else kv_map
-                self.gather(smem, q_map, q_rope_map, kv_map, kv_rope_map, s_q, pair, pairs, cta, warp - GATHER_WARP)
+            kv_map = dev.tensor_map(kv_atom)
+            q_map = dev.tensor_map(q_atom)
+            q_rope_map = dev.tensor_map(q_rope_atom) if const_expr(at.rope) else q_map
+            kv_rope_map = dev.tensor_map(kv_rope_atom) if const_expr(at.rope) else kv_map
+            self.gather(smem, q_map, q_rope_map, kv_map, kv_rope_map, s_q, pair, pairs, cta, warp - GATHER_WARP)
         cute.arch.sync_warp()
 
         # remote arrivals and commits must not meet a CTA that has left

@@ -19,6 +19,7 @@ MAX_SMEM = 232448
 # warp roles
 SOFTMAX_WARP, EPILOGUE_WARP, MMA_WARP, GATHER_WARP, KEYS_WARP = 0, 4, 8, 9, 11
 N_GATHER = 2
+GATHER_KEYS = KEYS // N_GATHER  # of a sub-block, per gather warp: one per lane
 
 # ---- key/value ring: slots of [64 keys, this CTA's columns]: 4 tiles of 64 x 64 bf16 (128-byte swizzle), with d_qk 576 one of
 # 64 x 32 (64-byte swizzle). A row's Q passes through two slots: 2 x [half 0, half 1] column tiles, rope step p (32-byte swizzle)

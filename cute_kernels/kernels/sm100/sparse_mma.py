@@ -1,4 +1,4 @@
-"""Tensor-core role of the Blackwell sparse prefill kernel: one thread of the pair's even CTA issues everything, for both CTAs."""
+"""Tensor-core role of the Blackwell sparse prefill kernel: one warp of the pair's even CTA issues everything, for both CTAs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from cute_kernels.kernels.sm100.sparse_layout import (
     O_COLUMN,
     P_COLUMN,
     Q_COLUMN,
-    REC_BYTES,
-    REC_FLAGS,
     RECORDS,
     ROPE_AT,
     TILE,
@@ -25,30 +23,24 @@ from cute_kernels.kernels.sm100.sparse_producer import next_slot
 
 
 class Mma:
-    """Methods of `SparsePrefillSm100` that the tensor-core thread runs."""
+    """Methods of `SparsePrefillSm100` that the tensor-core warp runs."""
 
     @cute.jit
     def copy_q(self, smem, tmem, slot, part: cutlass.Constexpr[int]):
         """The Q tiles of one slot to tensor memory: 8 steps of 16 columns, and one of rope."""
-        low = (smem + self.at.ring + slot * self.at.slot) >> 4
-        for i in cutlass.range_constexpr(8):
-            tile, step = const_expr(i // 4), const_expr(i % 4)
-            dev.tmem_copy(tmem, Q_COLUMN + 8 * (8 * part + i), low, 2 * tile * TILE + 32 * step, lay.K_HIGH)
+        steps = [(8 * (8 * part + i), 2 * (i // 4) * TILE + 32 * (i % 4), lay.K_HIGH) for i in range(8)]
         if const_expr(self.at.rope):
-            dev.tmem_copy(tmem, Q_COLUMN + 8 * (lay.Q_STEPS + part), low, ROPE_AT, lay.Q_ROPE_HIGH)
+            steps.append((8 * (lay.Q_STEPS + part), ROPE_AT, lay.Q_ROPE_HIGH))
+        dev.tmem_copy(tmem + Q_COLUMN, (smem + self.at.ring + slot * self.at.slot) >> 4, steps)
 
     @cute.jit
     def scores(self, smem, tmem, slot):
         """P = Q K^T of 64 keys: rows 0..63 of the product from CTA 0's columns, rows 64..127 from CTA 1's."""
-        low = (smem + self.at.ring + slot * self.at.slot) >> 4
-        d = tmem + P_COLUMN
-        for i in cutlass.range_constexpr(lay.Q_STEPS):
-            offset = const_expr((i // 4) * TILE + 32 * (i % 4))
-            dev.mma_ts(d, tmem, Q_COLUMN + 8 * i, low, offset, lay.K_HIGH, lay.QK_INSTRUCTION, i > 0)
+        steps = [(8 * i, (i // 4) * TILE + 32 * (i % 4), lay.K_HIGH) for i in range(lay.Q_STEPS)]
         if const_expr(self.at.rope):
-            for i in cutlass.range_constexpr(2):
-                a = const_expr(Q_COLUMN + 8 * (lay.Q_STEPS + i))
-                dev.mma_ts(d, tmem, a, low, ROPE_AT + 32 * i, lay.K_ROPE_HIGH, lay.QK_INSTRUCTION, True)
+            steps += [(8 * (lay.Q_STEPS + i), ROPE_AT + 32 * i, lay.K_ROPE_HIGH) for i in range(2)]
+        low = (smem + self.at.ring + slot * self.at.slot) >> 4
+        dev.mma_ts(tmem + P_COLUMN, tmem + Q_COLUMN, low, lay.QK_INSTRUCTION, steps)
 
     @cute.jit
     def values(self, smem, tmem, slot, buffer, accumulate):
@@ -56,20 +48,17 @@ class Mma:
         s_low = ((smem + self.at.s + buffer * (lay.HEADS * lay.KEYS * 2)) >> 4) + lay.S_LOW
         v_low = ((smem + self.at.ring + slot * self.at.slot) >> 4) + lay.V_LOW
         for n in cutlass.range_constexpr(TILES // 2):
-            for i in cutlass.range_constexpr(4):
-                more = accumulate if const_expr(i == 0) else Int32(1)
-                dev.mma_ss(
-                    tmem, O_COLUMN + 128 * n, s_low, 2048 * i, lay.S_HIGH, v_low, 2 * n * TILE + 2048 * i, lay.V_HIGH,
-                    lay.PV_INSTRUCTION, more,
-                )  # fmt: skip
+            steps = [(2048 * i, 2 * n * TILE + 2048 * i) for i in range(4)]
+            d = tmem + (O_COLUMN + 128 * n)
+            dev.mma_ss(d, s_low, lay.S_HIGH, v_low, lay.V_HIGH, lay.PV_INSTRUCTION, accumulate, steps)
 
     @cute.jit
     def finish_one(self, smem, tmem, slot, done, in_row, rows, last):
         """S V of the oldest sub-block whose scores have been issued. `in_row` counts those of its row, `rows` non-empty rows."""
         buffer = done & 1
-        dev.wait_pair(smem + self.at.s_full + 8 * buffer, (done >> 1) & 1)
+        dev.wait(smem + self.at.s_full + 8 * buffer, (done >> 1) & 1)
         if in_row == 0:
-            dev.wait_pair(smem + self.at.o_empty, (rows & 1) ^ 1)
+            dev.wait(smem + self.at.o_empty, (rows & 1) ^ 1)
         dev.fence_after()
         self.values(smem, tmem, slot, buffer, in_row)
         dev.commit(smem + self.at.kv_empty + 8 * slot)
@@ -95,14 +84,13 @@ class Mma:
         row = Int32(pair)
         while row < s_q:
             stage = count & (RECORDS - 1)
-            dev.wait(smem + self.at.rec_full + 8 * stage, (count // RECORDS) & 1)
-            flags = dev.load_shared(smem + self.at.records + stage * REC_BYTES, REC_FLAGS)
-            empty = flags & FLAG_EMPTY
+            dev.wait(smem + self.at.rec_full + 8 * stage, (count >> 3) & 1)
+            empty = self.flags(smem, stage) & FLAG_EMPTY
             if empty == 0:
                 # Q in tensor memory is free once the scores of the row before are complete
-                dev.wait_pair(smem + self.at.p_full, (issued & 1) ^ 1)
+                dev.wait(smem + self.at.p_full, (issued & 1) ^ 1)
                 for part in cutlass.range_constexpr(2):
-                    dev.wait_pair(smem + self.at.kv_full + 8 * slot, phase)
+                    dev.wait(smem + self.at.kv_full + 8 * slot, phase)
                     self.copy_q(smem, tmem, slot, part)
                     dev.commit(smem + self.at.kv_empty + 8 * slot)
                     slot, phase = next_slot(slot, phase)
@@ -119,12 +107,12 @@ class Mma:
                 last = Int32(0)
                 while last == 0:
                     stage = count & (RECORDS - 1)
-                    dev.wait(smem + self.at.rec_full + 8 * stage, (count // RECORDS) & 1)
-                    last = dev.load_shared(smem + self.at.records + stage * REC_BYTES, REC_FLAGS) & FLAG_LAST
+                    dev.wait(smem + self.at.rec_full + 8 * stage, (count >> 3) & 1)
+                    last = self.flags(smem, stage) & FLAG_LAST
                     dev.arrive(smem + self.at.rec_empty + 8 * stage)
                     count = count + 1
-                    dev.wait_pair(smem + self.at.kv_full + 8 * slot, phase)
-                    dev.wait_pair(smem + self.at.p_empty, (issued & 1) ^ 1)
+                    dev.wait(smem + self.at.kv_full + 8 * slot, phase)
+                    dev.wait(smem + self.at.p_empty, (issued & 1) ^ 1)
                     dev.fence_after()
                     self.scores(smem, tmem, slot)
                     dev.commit(smem + self.at.p_full)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.kernels.sm100 import sparse_device as dev
 from cute_kernels.kernels.sm100.sparse_layout import (
     FLAG_EMPTY,
     FLAG_FIRST,
     FLAG_LAST,
-    GATHER_WARP,
+    GATHER_KEYS,
     HALF_V,
     HEADS,
     KEYS,
-    N_GATHER,
     REC_BYTES,
     REC_FLAGS,
     REC_MASK,
@@ -54,6 +53,11 @@ def next_slot(slot, phase):
 class Producer:
     """Methods of `SparsePrefillSm100` that the key-list warp and the gather warps run. Both CTAs run them on the same lists."""
 
+    @cute.jit
+    def flags(self, smem, stage):
+        """Flags of a record, known to be the same in all lanes."""
+        return cute.arch.warp_redux_sync(dev.load_shared(smem + self.at.records + stage * REC_BYTES, REC_FLAGS), "or")
+
     # ================================================================================================ key-list warp
     @cute.jit
     def load_keys(self, raw: cute.Tensor, at: cutlass.Constexpr[int], sub, keys: KeyList):
@@ -75,7 +79,7 @@ class Producer:
     def publish(self, smem, count, lane, first_index, second_index, word, flags):
         """Write one record and hand it to the other roles."""
         stage = count & (RECORDS - 1)
-        dev.wait(smem + self.at.rec_empty + 8 * stage, ((count // RECORDS) & 1) ^ 1)
+        dev.wait(smem + self.at.rec_empty + 8 * stage, ((count >> 3) & 1) ^ 1)
         record = smem + self.at.records + stage * REC_BYTES
         dev.store_shared(record + 4 * lane, first_index)
         dev.store_shared(record + 4 * lane, second_index, 128)
@@ -84,8 +88,7 @@ class Producer:
         if lane == 0:
             dev.store_shared(record, flags, REC_FLAGS)
         cute.arch.sync_warp()
-        if lane == 0:
-            dev.arrive(smem + self.at.rec_full + 8 * stage)
+        dev.arrive(smem + self.at.rec_full + 8 * stage)
 
     @cute.jit
     def list_keys(self, smem, mKV, mIdx, mLen, mMask, group_shift, s_q, h_q, pair, pairs):
@@ -164,15 +167,16 @@ class Producer:
         for i in cutlass.range_constexpr(2):
             for half in cutlass.range_constexpr(2):
                 column = Int32(half * HALF_V + (2 * part + i) * 64)
-                dev.load_box(slot_at, (2 * i + half) * TILE, q_map, column, head, row, bar, policy)
+                dev.load_box(slot_at + (2 * i + half) * TILE, q_map, column, head, row, bar, policy)
         if const_expr(self.at.rope):
             for half in cutlass.range_constexpr(2):
                 column = Int32(2 * HALF_V + half * (ROPE // 2) + part * 16)
-                dev.load_box(slot_at, ROPE_AT + half * HEADS * 32, q_rope_map, column, head, row, bar, policy)
+                dev.load_box(slot_at + (ROPE_AT + half * HEADS * 32), q_rope_map, column, head, row, bar, policy)
 
     @cute.jit
     def gather(self, smem, q_map, q_rope_map, kv_map, kv_rope_map, s_q, pair, pairs, cta, which):
-        """One thread: Q of every row, then the listed rows of its sub-blocks; quads of rows alternate between the gather warps."""
+        """One warp: Q of every row (the first gather warp), then 32 of the 64 listed rows of its sub-blocks, four at a time."""
+        lane = cute.arch.lane_idx()
         keep = dev.policy("evict_last")
         once = dev.policy("evict_first")
         leader = which == 0
@@ -187,35 +191,34 @@ class Producer:
             last = Int32(0)
             while last == 0:
                 stage = count & (RECORDS - 1)
-                dev.wait(smem + self.at.rec_full + 8 * stage, (count // RECORDS) & 1)
+                dev.wait(smem + self.at.rec_full + 8 * stage, (count >> 3) & 1)
                 record = smem + self.at.records + stage * REC_BYTES
-                flags = dev.load_shared(record, REC_FLAGS)
+                flags = self.flags(smem, stage)
                 last = flags & FLAG_LAST
                 if (flags & FLAG_EMPTY) == 0:
                     if (flags & FLAG_FIRST) != 0:
                         for part in cutlass.range_constexpr(2):
                             if leader:
                                 bar = smem + self.at.kv_full + 8 * slot
-                                dev.wait_pair(smem + self.at.kv_empty + 8 * slot, phase ^ 1)
+                                dev.wait(smem + self.at.kv_empty + 8 * slot, phase ^ 1)
                                 if announces:
                                     dev.expect(bar, 2 * self.at.slot)
                                 slot_at = smem + self.at.ring + slot * self.at.slot
                                 self.load_q(smem, bar & dev.EVEN_CTA, slot_at, part, q_map, q_rope_map, row, cta, once)
                             slot, phase = next_slot(slot, phase)
                     bar = smem + self.at.kv_full + 8 * slot
-                    dev.wait_pair(smem + self.at.kv_empty + 8 * slot, phase ^ 1)
+                    dev.wait(smem + self.at.kv_empty + 8 * slot, phase ^ 1)
                     if announces:
                         dev.expect(bar, 2 * self.at.slot)
                     slot_at = smem + self.at.ring + slot * self.at.slot
-                    for i in cutlass.range_constexpr(KEYS // 4 // N_GATHER):
-                        quad = N_GATHER * i + which
-                        rows = dev.load_shared_4(record + 16 * quad, 0, Int32)
-                        dst = slot_at + quad * 512
-                        for t in cutlass.range_constexpr(TILES):
-                            dev.gather_rows(dst, t * TILE, kv_map, column + 64 * t, rows, bar & dev.EVEN_CTA, keep)
+                    listed = dev.load_shared(record + 4 * (which * GATHER_KEYS + lane))
+                    for i in cutlass.range_constexpr(GATHER_KEYS // 4):
+                        rows = [cute.arch.shuffle_sync(listed, 4 * i + j) for j in range(4)]
+                        quad = which * (GATHER_KEYS // 4) + i
+                        dev.gather_rows(slot_at + quad * 512, kv_map, column, rows, bar & dev.EVEN_CTA, keep, TILES)
                         if const_expr(self.at.rope):
-                            dst = slot_at + quad * 256
-                            dev.gather_rows(dst, ROPE_AT, kv_rope_map, rope_column, rows, bar & dev.EVEN_CTA, keep)
+                            dst = slot_at + ROPE_AT + quad * 256
+                            dev.gather_rows(dst, kv_rope_map, rope_column, rows, bar & dev.EVEN_CTA, keep, 1)
                     slot, phase = next_slot(slot, phase)
                 dev.arrive(smem + self.at.rec_empty + 8 * stage)
                 count = count + 1

@@ -17,7 +17,6 @@ from cute_kernels.kernels.sm100.sparse_layout import (
     O_COLUMN,
     P_COLUMN,
     REC_BYTES,
-    REC_FLAGS,
     REC_MASK,
     RECORDS,
 )
@@ -40,7 +39,6 @@ class Softmax:
 
     @cute.jit
     def softmax(self, smem, tmem, sm_scale: Float32, group_shift, s_q, pair, pairs, cta, thread):
-        lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
         half = warp >> 1  # keys 32 * half .. + 31 of a sub-block are this thread's
         head = thread & (HEADS - 1)
@@ -71,25 +69,23 @@ class Softmax:
             flags = Int32(0)
             while last == 0:
                 stage = count & (RECORDS - 1)
-                dev.wait(smem + self.at.rec_full + 8 * stage, (count // RECORDS) & 1)
+                dev.wait(smem + self.at.rec_full + 8 * stage, (count >> 3) & 1)
                 record = smem + self.at.records + stage * REC_BYTES
-                flags = dev.load_shared(record, REC_FLAGS)
+                flags = self.flags(smem, stage)
                 word = dev.load_shared(record + word_at, REC_MASK)
                 cute.arch.sync_warp()
-                if lane == 0:
-                    dev.arrive(smem + self.at.rec_empty + 8 * stage)
+                dev.arrive(smem + self.at.rec_empty + 8 * stage)
                 count = count + 1
                 last = flags & FLAG_LAST
                 if (flags & FLAG_EMPTY) == 0:
                     buffer = issued & 1
                     # ---- logits: partial sums over this lane's half of the columns, and the other half's from the partner
-                    dev.wait_pair(smem + self.at.p_full, issued & 1)
+                    dev.wait(smem + self.at.p_full, issued & 1)
                     dev.fence_after()
                     send, x = dev.tmem_load(other, own)
                     dev.fence_before()
                     cute.arch.sync_warp()
-                    if lane == 0:
-                        dev.arrive_even(smem + self.at.p_empty)
+                    dev.arrive_even(smem + self.at.p_empty)
                     for i in cutlass.range_constexpr(8):
                         dev.store_shared_4(mine, 2048 * i, send[4 * i : 4 * i + 4])
                     dev.pair_barrier(pair_name)
@@ -124,19 +120,18 @@ class Softmax:
                         p += [dev.exp2(y[0]), dev.exp2(y[1])]
                     total = total * shrink + dev.total(p)
                     words = [dev.pack_bf16(p[2 * i], p[2 * i + 1]) for i in range(16)]
-                    dev.wait_pair(smem + self.at.s_empty + 8 * buffer, ((issued >> 1) & 1) ^ 1)
+                    dev.wait(smem + self.at.s_empty + 8 * buffer, ((issued >> 1) & 1) ^ 1)
                     for i in cutlass.range_constexpr(4):
                         dev.store_shared_4(s_row + buffer * (HEADS * KEYS * 2), 1024 * i, words[4 * i : 4 * i + 4])
                     dev.fence_async()
                     if moved and in_row != 0:
                         previous = issued - 1
-                        dev.wait_pair(smem + self.at.s_empty + 8 * (previous & 1), (previous >> 1) & 1)
+                        dev.wait(smem + self.at.s_empty + 8 * (previous & 1), (previous >> 1) & 1)
                         dev.fence_after()
                         self.rescale(tmem_lane, shrink)
                     dev.fence_before()
                     cute.arch.sync_warp()
-                    if lane == 0:
-                        dev.arrive_even(smem + self.at.s_full + 8 * buffer)
+                    dev.arrive_even(smem + self.at.s_full + 8 * buffer)
                     issued = issued + 1
                     in_row = in_row + 1
             # ---- statistics of the row to the epilogue
@@ -148,14 +143,12 @@ class Softmax:
             if thread == 0:
                 dev.store_shared(smem + self.at.row_empty, flags & FLAG_EMPTY)
             cute.arch.sync_warp()
-            if lane == 0:
-                dev.arrive(smem + self.at.stats_full)
+            dev.arrive(smem + self.at.stats_full)
             rows = rows + 1
             row = row + pairs
 
     @cute.jit
     def epilogue(self, smem, tmem, mOut, mMax, mLse, mSink, sm_scale: Float32, s_q, h_q, pair, pairs, cta, thread):
-        lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
         half = warp >> 1
         local = thread & (HEADS - 1)
@@ -179,8 +172,7 @@ class Softmax:
             reference = dev.load_shared_float(smem + self.at.references + 4 * local)
             row_empty = dev.load_shared(smem + self.at.row_empty)
             cute.arch.sync_warp()
-            if lane == 0:
-                dev.arrive(smem + self.at.stats_empty)
+            dev.arrive(smem + self.at.stats_empty)
             counted = largest != Float32(dev.NEG_INF)
             natural = largest * Float32(dev.LN_2) if const_expr(self.general_scale) else largest * sm_scale
             lse = (dev.log2(total) + reference) * Float32(dev.LN_2)
@@ -196,15 +188,14 @@ class Softmax:
             scale = cutlass.select_(counted, Float32(1.0) / total, Float32(0.0))
             out = out_head + Int64(row) * (Int64(mOut.stride[0]) * 2)
             if row_empty == 0:
-                dev.wait_pair(smem + self.at.o_full, filled & 1)
+                dev.wait(smem + self.at.o_full, filled & 1)
                 dev.fence_after()
                 for i in cutlass.range_constexpr(HALF_V // 32):
                     (values,) = dev.tmem_load(tmem_lane + (O_COLUMN + 32 * i))
                     if const_expr(i == HALF_V // 32 - 1):
                         dev.fence_before()
                         cute.arch.sync_warp()
-                        if lane == 0:
-                            dev.arrive_even(smem + self.at.o_empty)
+                        dev.arrive_even(smem + self.at.o_empty)
                     values = dev.scale_all(values, scale)
                     words = [dev.pack_bf16(values[2 * j], values[2 * j + 1]) for j in range(16)]
                     # a head that counts no key gives zeros, even where another head's key has put a NaN into this row
