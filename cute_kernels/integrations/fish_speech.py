@@ -1,9 +1,9 @@
-"""fish-speech's text-to-semantic model with its attention replaced by one call of `active_attention_append` a layer.
+"""fish-speech's text-to-semantic model, its attention replaced by one call of `active_attention_append` a layer.
 
     from cute_kernels.integrations.fish_speech import use_active_attention
     use_active_attention(model)          # a BaseTransformer of fish_speech 0.1.0, before or after setup_caches
 
-fish-speech writes the new keys and values into its caches (two index_puts), expands the KV heads of the whole capacity (two copies),
+fish-speech writes the new keys and values into its caches (two index_puts), expands the KV heads of all its capacity (two copies),
 and attends to all of it under a mask gathered from a [capacity, capacity] matrix. Here one launch appends and attends to the filled
 prefix in place. Caches, weights, sampling and the calls of `generate` stay as they are; lengths are read on the device, so a CUDA
 graph of one decode step serves every step, and torch.compile makes one graph of it.
@@ -105,7 +105,7 @@ def use_active_attention(model: nn.Module, *, keep_mask: bool = False) -> nn.Mod
     """Replace the cached attention of a fish-speech model, in place; returns the model. `restore_attention` undoes it.
 
     Args:
-        model: fish_speech.models.text2semantic.llama.DualARTransformer or NaiveTransformer (0.1.0). Its slow and its codebook layers
+        model: fish_speech.models.text2semantic.llama.DualARTransformer or NaiveTransformer (0.1.0). Its slow and codebook layers
             both change.
         keep_mask: keep the [capacity, capacity] causal mask (1 GiB at 32768) that only training and passes without a cache read.
 
@@ -115,7 +115,7 @@ def use_active_attention(model: nn.Module, *, keep_mask: bool = False) -> nn.Mod
     if hasattr(type(model), "_active_base"):
         raise ValueError("use_active_attention: the model's attention is replaced already")
     if not hasattr(model, "layers") or not hasattr(model, "forward_generate") or not hasattr(model, "causal_mask"):
-        raise TypeError(f"use_active_attention: expects a fish_speech transformer, got {type(model).__name__}")
+        raise TypeError(f"use_active_attention: needs a fish_speech transformer, not {type(model).__name__}")
     length = _Length()
     for attention in _attentions(model):
         attention.__class__ = _active_attention_class(type(attention))

@@ -66,7 +66,7 @@ def generate(model, tokens: torch.Tensor, new: int, monkeypatch, **kwargs) -> to
 
 
 def forced(model, tokens: torch.Tensor, prefill: int, steps: int) -> SimpleNamespace:
-    """Logits (float64) of the prefill's last position and of `steps` given tokens after it, and of the codebook layers after each."""
+    """float64 logits of the last prefilled position and of `steps` given tokens after it, and the codebook layers' after each."""
     model.setup_caches(1, model.config.max_seq_len, dtype=next(model.parameters()).dtype)
     slow, fast = [], []
     with torch.inference_mode():
