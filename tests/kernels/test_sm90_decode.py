@@ -125,12 +125,13 @@ def test_variants_compile_without_spills():
         pytest.skip("needs cuobjdump")
     base = dict(
         bf16=True, head_dim=128, group=4, single_token=True, row_tile=8, warps=4, split_cap=8, wide=True, causal=True, window=False,
-        softcap=False, sink=False, append=False, device_length=False, min_blocks=0, stages=2, bulk=0, ahead=0, next_wave=0,
+        softcap=False, sink=False, append=False, device_length=False, min_blocks=0, stages=2, chunked=False, ctas=0,
     )  # fmt: skip
     everything = dict(window=True, softcap=True, sink=True, append=True, device_length=True)
     changes = [{}, {"device_length": True}, {"bf16": False}, {"wide": False}, everything, {"single_token": False, **everything}]
     changes += [{"head_dim": d, "device_length": True} for d in (64, 80, 96, 112, 256)]
-    changes += [{"single_token": False, "row_tile": 16, "group": g} for g in (1, 16)]
+    changes += [{"single_token": False, "row_tile": 16, "warps": 8, "group": g} for g in (1, 16)]
+    changes += [{"chunked": True}, {"single_token": False, "row_tile": 16, "warps": 8, "chunked": True}]
     for change in changes:
         with tempfile.NamedTemporaryFile() as f:
             f.write(decode_kernel.artifact(Variant(**{**base, **change}), ARCH).cubin)
@@ -289,14 +290,18 @@ def test_graph_replays_every_length():
 
 
 @hopper
-@pytest.mark.parametrize("stages", [1, 2])
-def test_stages_do_not_change_bits(stages):
+@pytest.mark.parametrize("change", [{"stages": 1}, {"ctas": 8}, {"ctas": 24, "stages": 1}])
+def test_launch_shapes_do_not_change_bits(change):
+    """Ring slots, and how many splits a CTA takes."""
     from cute_kernels.kernels.sm90.decode import choose
 
-    for n in LENGTHS[1:]:
-        q, k, v = make(1, 32, 8, 1, 128, n + 5, [n], seed=n)
-        variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(stages=stages)
-        assert same(run(q, k, v, n), run(q, k, v, n, variant=variant)), n
+    for s, n in [(1, n) for n in LENGTHS[1:]] + [(3, 400), (3, 4096)]:
+        q, k, v = make(1, 32, 8, s, 128, n + 5, [n], seed=n)
+        variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(**change)
+        result = run(q, k, v, n)
+        assert same(result, run(q, k, v, n, variant=variant)), (s, n)
+        variant = variant._replace(device_length=True)
+        assert same(result, run(q, k, v, device_lengths([n]), variant=variant)), (s, n, "device length")
 
 
 @hopper

@@ -105,26 +105,29 @@ def test_long_splits_and_stages():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bulk,stages", [(1, 1), (1, 2), (2, 1), (2, 3)])
-def test_bulk_copies_do_not_change_bits(bulk, stages):
+@pytest.mark.parametrize("s,d", [(1, 64), (4, 128), (1, 80)])
+def test_splits_per_cta_do_not_change_bits(s, d):
+    """A CTA per split, several splits per CTA with and without others, all splits in one CTA."""
     from cute_kernels.kernels.sm90.decode import choose
 
     n = 560
-    q, k, v = make(1, 4, 1, 1, 128, n + 3, [n], seed=2, device="cpu")
-    variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(split_cap=2)  # up to five steps a warp
+    q, k, v = make(1, 5, 1, s, d, n + 3, [n], seed=2, device="cpu")
+    variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(split_cap=3 * 4 // (4 if s > 1 else 1))
     result = run(q, k, v, n, variant=variant)
     check(result, q, k, v, [n])
-    assert same(result, run(q, k, v, n, variant=variant._replace(bulk=bulk, stages=stages)))
+    for ctas, lengths in ((4, n), (1, n), (8, [n])):
+        other = variant._replace(ctas=ctas, device_length=lengths != n)
+        assert same(result, run(q, k, v, lengths, variant=other)), ctas
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bulk,stages", [(0, 1), (0, 2), (2, 3)])
-def test_schedules_with_strict_checks(bulk, stages):
+@pytest.mark.parametrize("ctas,stages", [(264, 1), (264, 2), (1, 2)])
+def test_schedules_with_strict_checks(ctas, stages):
     from cute_kernels.kernels.sm90.decode import choose
 
     n = 300
     q, k, v = make(1, 4, 1, 1, 128, n + 3, [n], seed=3, device="cpu")
-    variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(split_cap=2, bulk=bulk, stages=stages)
+    variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(split_cap=2, ctas=ctas, stages=stages)
     results = [
         run(q, k, v, n, variant=variant, emulation=dict(schedule=schedule, seed=seed, checks="strict"))
         for schedule, seed in (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))

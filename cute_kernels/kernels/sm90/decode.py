@@ -25,6 +25,9 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # Below so many (batch row, KV head) pairs two ring slots a warp are faster, from there on one, which lets a fourth CTA run on each
 # SM (1024 keys, batch 1: 5.13 against 5.60 us; batch 8: 13.8 against 12.8). The arithmetic is the same, instruction by instruction.
 FEW = 64
+# More CTAs than this in a launch are replaced by ones that take several splits in a row: CTAs run in waves, and between two waves
+# the memory idles (batch 32, 4096 keys: 4096 CTAs 136.3 us, 2048 CTAs 130.7). The bits stay the same.
+TARGET_CTAS = 264
 
 
 class Variant(NamedTuple):
@@ -46,9 +49,8 @@ class Variant(NamedTuple):
     device_length: bool
     min_blocks: int
     stages: int
-    bulk: int
-    ahead: int
-    next_wave: int
+    chunked: bool
+    ctas: int  # host only: see `TARGET_CTAS`
 
 
 _plans: dict[tuple, _Plan] = {}
@@ -112,8 +114,10 @@ def choose(
         group=group,
         single_token=s == 1,
         row_tile=8 if s * group <= 8 or d > 128 else 16,
-        warps=4,
-        split_cap=split_cap(kv_heads),
+        # Several tokens: merging more rows takes longer, so more warps share it and there are fewer splits (q_len 4, 4096 keys: 10.7
+        # against 12.0 us). One token is better off with less to start and to merge (400 keys: 4.36 against 4.69).
+        warps=4 if s == 1 else 8,
+        split_cap=split_cap(kv_heads) if s == 1 else split_cap(kv_heads) // 2,
         wide=_aligned(q, k_cache, v_cache, k_new, v_new),
         causal=causal,
         window=window_left >= 0,
@@ -123,16 +127,15 @@ def choose(
         device_length=not isinstance(kv_len, int),
         min_blocks=0,
         stages=2 if b * kv_heads < FEW and d <= 128 else 1,
-        bulk=0,
-        ahead=0,
-        next_wave=0,
+        chunked=False,
+        ctas=TARGET_CTAS,
     )
 
 
 def _common_variants(arch: str) -> tuple[Variant, ...]:
     """bf16, D 128, 4 query heads a KV head, 8 KV heads, one token, int and device lengths."""
     return tuple(
-        Variant(True, 128, 4, True, 8, 4, 8, True, True, False, False, False, False, dev, 0, stages, 0, 0, 0)
+        Variant(True, 128, 4, True, 8, 4, 8, True, True, False, False, False, False, dev, 0, stages, False, TARGET_CTAS)
         for dev in (False, True)
         for stages in (2, 1)
     )
@@ -162,11 +165,13 @@ def decode_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
         Float32, tuple(cute.sym_int() for _ in range(3)), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4
     )
     tensor = [rows() for _ in range(6)]
-    return DecodeKernel(**variant._asdict()), (
+    options = variant._asdict()
+    del options["ctas"]
+    return DecodeKernel(**options), (
         *tensor[:4], lse, flat(Int32) if variant.device_length else None, Int32(1),
         flat(Float32), flat(Int32), flat(Float32) if variant.sink else None,
         tensor[4] if variant.append else None, tensor[5] if variant.append else None,
-        Float32(1.0), Float32(1.0), Int32(0), Int32(1), Int32(1),
+        Float32(1.0), Float32(1.0), Int32(0), Int32(1), Int32(1), Int32(1), Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )  # fmt: skip
 
@@ -223,7 +228,16 @@ def launch(
             slots = split_count(min(kv_len, window_left + s) if window_left >= 0 else kv_len, plan.tile, plan.cap)
         else:
             slots = split_bound(kv_len, plan.tile, plan.cap)
-    records = b * kv_heads * plan.rows
+    pairs = b * kv_heads
+    allowed = plan.variant.ctas // (pairs * plan.row_tiles) or 1
+    if slots <= allowed:
+        run, chunks, per_chunk = plan.wide, slots, 1
+    else:
+        run, chunks, per_chunk = plan.chunked(), allowed, 0
+        if not device_length and plan.row_tiles == 1:
+            per_chunk = -(-slots // allowed)
+            chunks = -(-slots // per_chunk)
+    records = pairs * plan.rows
     ws = workspace(device, records * slots * (d + 4) if slots > 1 else 0, records)
     if softcap > 0.0:
         scale, cap_log2 = sm_scale / softcap, softcap * LOG2E
@@ -231,15 +245,15 @@ def launch(
         scale, cap_log2 = sm_scale * LOG2E, 0.0
     arguments = (
         q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new,
-        scale, cap_log2, window_left, slots, plan.row_tiles,
+        scale, cap_log2, window_left, slots, chunks, per_chunk, plan.row_tiles,
     )  # fmt: skip
     try:
-        plan.wide(*arguments)
+        run(*arguments)
     except ValueError:
         # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
         if _aligned(q, k_cache, v_cache, k_new, v_new):
             raise
-        plan.narrow(*arguments)
+        plan.narrow(run is not plan.wide)(*arguments)
 
 
 class _Plan:
@@ -250,10 +264,16 @@ class _Plan:
         self.tile, self.cap = 16 * variant.warps, variant.split_cap
         self.row_tiles = -(-q_len * variant.group // variant.row_tile)
         self.rows = self.row_tiles * variant.row_tile  # packed rows of a KV head, with padding
-        self.wide = decode_kernel(variant._replace(wide=True), target)
+        self.wide = decode_kernel(variant._replace(wide=True, chunked=False), target)
+        self._chunked: Any = None
 
-    def narrow(self, *arguments: Any) -> None:
-        decode_kernel(self.variant._replace(wide=False), self.target)(*arguments)
+    def chunked(self) -> Any:
+        if self._chunked is None:
+            self._chunked = decode_kernel(self.variant._replace(wide=True, chunked=True), self.target)
+        return self._chunked
+
+    def narrow(self, chunked: bool) -> Any:
+        return decode_kernel(self.variant._replace(wide=False, chunked=chunked), self.target)
 
 
 def active_attention_decode(

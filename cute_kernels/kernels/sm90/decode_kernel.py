@@ -56,9 +56,7 @@ class DecodeKernel:
         split_cap: largest number of splits (see splits.split_size).
         wide: all row addresses are multiples of 16 bytes; else no ring, and 2-byte loads.
         min_blocks: CTAs per SM that registers must allow, 0 for any; stages: ring slots of 16 keys per warp.
-        bulk: fill the ring by cp.async (0), by one bulk copy per row (1), or by one per 16 adjacent rows (2).
-        ahead: steps past the ring that are prefetched into the L2 cache.
-        next_wave: in its last step a CTA prefetches the first rows of the CTA so many places later in the grid (0: of none).
+        chunked: a CTA takes several consecutive splits, one after the other.
         causal, window, softcap, sink, append, device_length: options; absent ones leave no code.
     """
 
@@ -80,9 +78,7 @@ class DecodeKernel:
         device_length: bool,
         min_blocks: int,
         stages: int,
-        bulk: int,
-        ahead: int,
-        next_wave: int,
+        chunked: bool,
     ) -> None:
         if head_dim % 8 or not 16 <= head_dim <= 256 or row_tile not in (8, 16):
             raise ValueError(f"head_dim {head_dim}, row_tile {row_tile}")
@@ -95,16 +91,24 @@ class DecodeKernel:
         self.k_blocks = -(-head_dim // 32)
         self.v_blocks = -(-head_dim // 64)
         self.stages = stages if wide else 0
-        self.bulk = bulk if wide and head_dim % 64 == 0 else 0
-        self.ahead, self.next_wave = (ahead, next_wave) if wide else (0, 0)
+        self.chunked = chunked
         self.lines = head_dim % 64 == 0  # rows consist of whole 128-byte lines
-        # Bytes from row to row in a slot: 16 more than a row spread bulk-copied rows over the banks.
-        self.row_pitch = 2 * head_dim + (16 if self.bulk == 1 else 0)
-        self.k_slot = 16 * self.row_pitch if self.lines else 1024 * self.k_blocks
-        self.v_slot = 16 * self.row_pitch if self.lines else 2048 * self.v_blocks
+        self.k_slot = 32 * head_dim if self.lines else 1024 * self.k_blocks
+        self.v_slot = 32 * head_dim if self.lines else 2048 * self.v_blocks
         self.pitch = head_dim + 4  # floats per row in shared memory and in the workspace: O, maximum, sum, 2 unused
-        # A warp's ring, which at the end holds the warp's partial result instead.
-        self.warp_bytes = max(self.stages * (self.k_slot + self.v_slot), 4 * row_tile * self.pitch)
+        # Shared memory: the warps' rings, the warps' partial results of a split, the running result of a CTA. With one split per
+        # CTA the partial results overlay the rings and there is no running result.
+        self.part_rows = min(group, row_tile) if single_token else row_tile
+        part_bytes = 4 * self.part_rows * self.pitch
+        self.ring_bytes = self.stages * (self.k_slot + self.v_slot)
+        if chunked:
+            self.part_stride, self.parts_at = part_bytes, warps * self.ring_bytes
+            self.running_at = self.parts_at + warps * part_bytes
+            self.smem_bytes = self.running_at + part_bytes
+        else:
+            self.ring_bytes = max(self.ring_bytes, part_bytes)
+            self.part_stride, self.parts_at, self.running_at = self.ring_bytes, 0, None
+            self.smem_bytes = warps * self.ring_bytes
 
     @cute.jit
     def __call__(
@@ -124,15 +128,17 @@ class DecodeKernel:
         scale: Float32,  # sm_scale * log2(e); with softcap, sm_scale / softcap
         cap_log2: Float32,  # softcap * log2(e)
         window_left: Int32,
-        split_slots: Int32,  # workspace slots per row tile = grid.x / row tiles
+        split_slots: Int32,  # workspace slots per row tile: no fewer than its splits
+        chunks: Int32,  # CTAs per row tile
+        per_chunk: Int32,  # splits per CTA, 0: as many as the length asks for
         row_tiles: Int32,
         stream,
     ):
         self.kernel(
             q, k, v, out, lse, lengths, length, workspace, counters, sink, k_new, v_new,
-            scale, cap_log2, window_left, split_slots, row_tiles,
+            scale, cap_log2, window_left, split_slots, chunks, per_chunk, row_tiles,
         ).launch(
-            grid=[split_slots * row_tiles, k.shape[1], k.shape[0]],
+            grid=[chunks * row_tiles, k.shape[1], k.shape[0]],
             block=[32 * self.warps, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.min_blocks,
@@ -145,24 +151,21 @@ class DecodeKernel:
         self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
         lengths: cute.Tensor | None, length: Int32, workspace: cute.Tensor, counters: cute.Tensor,
         sink: cute.Tensor | None, k_new: cute.Tensor | None, v_new: cute.Tensor | None,
-        scale: Float32, cap_log2: Float32, window_left: Int32, split_slots: Int32, row_tiles: Int32,
+        scale: Float32, cap_log2: Float32, window_left: Int32, split_slots: Int32, chunks: Int32,
+        per_chunk: Int32, row_tiles: Int32,
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         x, h, b = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        s_o = smem.allocate_tensor(Float32, cute.make_layout(self.warps * self.warp_bytes // 4), 16)
-        s_base = s_o.iterator.toint()
-        bars = s_base
-        if cutlass.const_expr(self.bulk):
-            bars = smem.allocate_tensor(cutlass.Int64, cute.make_layout(2 * self.warps * self.stages), 8).iterator.toint()
+        s_base = smem.allocate_tensor(Float32, cute.make_layout(self.smem_bytes // 4), 16).iterator.toint()
         warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
         g, t = lane // 4, lane % 4
 
         q_len, capacity = Int32(q.shape[2]), Int32(k.shape[2])
         n_rows = Int32(self.group) if cutlass.const_expr(self.single) else q_len * self.group
-        split, row_tile = x, Int32(0)
+        chunk, row_tile = x, Int32(0)
         if cutlass.const_expr(not self._one_tile()):
-            split, row_tile = x % split_slots, x // split_slots
+            chunk, row_tile = x % chunks, x // chunks
         row0 = row_tile * self.rt
 
         kv_len = length
@@ -179,20 +182,28 @@ class DecodeKernel:
             high = cutlass.max(0, kv_len - q_len + last_token + 1)
         keys = cutlass.max(0, high - low)
         size = split_size(keys, self.tile, self.cap, cutlass.select_)
-        begin = low + split * size
-        end = cutlass.min(begin + size, high)
+        per = Int32(1)
+        if cutlass.const_expr(self.chunked):
+            per = per_chunk
+            if per == 0:
+                per = (self._count(keys, size) + (chunks - 1)) // chunks
+        begin = low + chunk * per * size
+        end = cutlass.min(begin + per * size, high)
 
-        if begin < high or split == 0:
+        if begin < high or chunk == 0:
             self._work(
-                q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, row_tiles,
-                s_base, bars, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, low, high, begin,
-                end,
+                q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, chunks, per,
+                row_tiles, s_base, warp, lane, g, t, h, b, chunk, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
             )  # fmt: skip
+
+    def _count(self, keys, size):
+        """Splits of a row tile."""
+        return cutlass.max(1, (keys + size - 1) // cutlass.max(size, 1))
 
     def smem_percent(self) -> int:
         """Share of an SM's 228 KiB for the CTAs that registers let run together (each also pays 1 KiB that the driver keeps)."""
         ctas = self.min_blocks or max(1, (16 if self.nt == 1 and self.d <= 128 else 8) // self.warps)
-        return min(100, -(-100 * ctas * (self.warps * self.warp_bytes + 2048) // (228 * 1024)))
+        return min(100, -(-100 * ctas * (self.smem_bytes + 2048) // (228 * 1024)))
 
     def _one_tile(self) -> bool:
         """All rows of a (b, h) surely fit one row tile."""
@@ -200,11 +211,10 @@ class DecodeKernel:
 
     @cute.jit
     def _work(
-        self, q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, row_tiles,
-        s_base, bars, warp, lane, g, t, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, low, high, begin,
-        end,
+        self, q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, chunks, per,
+        row_tiles, s_base, warp, lane, g, t, h, b, chunk, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
     ):  # fmt: skip
-        d, nt = self.d, self.nt
+        nt = self.nt
         # Row strides fit 32 bits (the host checks), so that a row address is one multiply-add; offsets are 64 bits.
         k_stride, v_stride = Int32(k.stride[2]) * 2, Int32(v.stride[2]) * 2
         k_base = _address(k) + (Int64(b) * k.stride[0] + Int64(h) * k.stride[1]) * 2
@@ -218,78 +228,117 @@ class DecodeKernel:
         kv = (k_base, k_stride, kn_base, kn_stride), (v_base, v_stride, vn_base, vn_stride)
 
         first = begin + 16 * warp
-        steps = cutlass.max(0, (end - first + (self.tile - 1)) // self.tile)
         last = cutlass.max(end - 1, 0)  # keys past the end read this row instead: logit -inf, weight 0; without any key, row 0
         n = self.stages
-        k_ring = s_base + warp * self.warp_bytes
+        k_ring = s_base + warp * self.ring_bytes
         v_ring = k_ring + n * self.k_slot
-        # Bulk copies: a barrier per slot, K's then V's of a warp; a lane waits for its own view of them.
-        k_bars = bars + 16 * n * warp
-        v_bars = k_bars + 8 * n
-        if cutlass.const_expr(self.bulk):
-            if lane < 2 * n:
-                ptx.mbar_init(k_bars + 8 * lane)
-            cute.arch.sync_warp()
         # Copies are grouped one K or V of a step each, in the order of their use: K0, V0, K1, V1, ... of which 2 * n are under way.
         # Each use commits one (perhaps empty) group, so that waiting for all but 2 * n - 1 always means "the next one is here".
         if first < end:  # else there is no step, hence no wait
             for j in cutlass.range_constexpr(n):
                 start = first + j * self.tile
                 if cutlass.const_expr(j == 0):
-                    self._fetch_k(k_ring, k_bars, kv[0], start, last, new_start, g, t, lane)
+                    self._fetch_k(k_ring, kv[0], start, last, new_start, g, t, lane)
                 elif start < end:
-                    self._fetch_k(k_ring + j * self.k_slot, k_bars + 8 * j, kv[0], start, last, new_start, g, t, lane)
-                self._commit()
+                    self._fetch_k(k_ring + j * self.k_slot, kv[0], start, last, new_start, g, t, lane)
+                ptx.cp_async_commit()
                 if cutlass.const_expr(j == 0):
-                    self._fetch_v(v_ring, v_bars, kv[1], start, last, new_start, g, t, lane)
+                    self._fetch_v(v_ring, kv[1], start, last, new_start, g, t, lane)
                 elif start < end:
-                    self._fetch_v(v_ring + j * self.v_slot, v_bars + 8 * j, kv[1], start, last, new_start, g, t, lane)
-                self._commit()
-        for j in cutlass.range_constexpr(n, n + self.ahead):
-            self._prefetch_step(kv, first + j * self.tile, end, lane)
+                    self._fetch_v(v_ring + j * self.v_slot, kv[1], start, last, new_start, g, t, lane)
+                ptx.cp_async_commit()
         q_regs = self._load_q(q, b, h, row0, n_rows, g, t)
-
-        o = [[Float32(0.0) for _ in range(4)] for _ in range(self.v_blocks * 4 * nt)]
-        m = [Float32(M_START) for _ in range(nt)]
-        l = [Float32(0.0) for _ in range(nt)]
         # Position of this lane's query rows g and g + 8.
         pos = [kv_len - q_len + self._token(row0 + g + 8 * i) for i in range(nt)]
         k_at, v_at = Int32(0), Int32(0)  # the slots in turn
-        parity = Int32(0)  # of that slot's barriers
+        split_begin = begin
+        if cutlass.const_expr(self.chunked):
+            alone = Int32(per * size >= keys)  # this CTA has all splits
+            split = chunk * per
+            while split_begin < end or split_begin == begin:
+                o, m, l, k_at, v_at = self._split(
+                    kv, k_ring, v_ring, k_at, v_at, q_regs, pos, split_begin, split_begin + size, end, last, new_start, scale, cap_log2,
+                    window_left, g, t, lane, warp,
+                )  # fmt: skip
+                self._store_parts(s_base + self.parts_at, o, m, l, g, t, warp, row0, n_rows)
+                cute.arch.sync_threads()
+                self._collect(
+                    workspace, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows, out,
+                    Int32(split_begin == begin), alone,
+                )  # fmt: skip
+                cute.arch.sync_threads()  # the parts have been read
+                split = split + 1
+                split_begin = split_begin + size
+            if cutlass.const_expr(self.append):
+                if chunk == 0:
+                    self._append_rows(k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane)
+            if alone != 0:
+                self._finish_rows(out, lse, sink, s_base, warp, lane, h, b, row0, n_rows)
+            else:
+                count = self._count(keys, size)
+                self._arrive(
+                    out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows, count,
+                    (count + (per - 1)) // per,
+                )  # fmt: skip
+        else:
+            o, m, l, k_at, v_at = self._split(
+                kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, end, end, last, new_start, scale, cap_log2, window_left, g, t, lane,
+                warp,
+            )  # fmt: skip
+            # Other lanes' slots are overwritten below.
+            cute.arch.sync_warp()
+            # The loop needs every register: what follows reads its coordinates again instead of keeping them (see ptx.special).
+            tid, h, b = ptx.special("tid.x"), ptx.special("ctaid.y"), ptx.special("ctaid.z")
+            warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+            g, t = lane // 4, lane % 4
+            if cutlass.const_expr(self._one_tile()):
+                chunk = ptx.special("ctaid.x")
+            self._store_parts(s_base, o, m, l, g, t, warp, row0, n_rows)
+            if cutlass.const_expr(self.append):
+                if chunk == 0:
+                    self._append_rows(k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane)
+            cute.arch.sync_threads()
+            if cutlass.const_expr(self._one_tile() and not self.device_length):
+                count = chunks  # the host computed it with the same rule
+            else:
+                count = self._count(keys, size)
+            self._merge_rows(
+                out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, chunk, row_tile, row0, n_rows,
+                count,
+            )  # fmt: skip
+
+    @cute.jit
+    def _split(
+        self, kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, split_end, end, last, new_start, scale, cap_log2, window_left, g, t,
+        lane, warp,
+    ):  # fmt: skip
+        """This warp's keys of [begin, split_end), none past `end`; the ring is kept filled up to `end`. Returns O, maxima, sums (of
+        this lane's keys) and the slots in turn."""
+        nt, n = self.nt, self.stages
+        first = begin + 16 * warp
+        steps = cutlass.max(0, (cutlass.min(split_end, end) - first + (self.tile - 1)) // self.tile)
+        o = [[Float32(0.0) for _ in range(4)] for _ in range(self.v_blocks * 4 * nt)]
+        m = [Float32(M_START) for _ in range(nt)]
+        l = [Float32(0.0) for _ in range(nt)]
         for i in cutlass.range(steps, unroll=1):
             base = first + i * self.tile
             ahead = base + n * self.tile
             if cutlass.const_expr(n > 0):
-                if cutlass.const_expr(self.bulk):
-                    ptx.mbar_wait(k_bars + 8 * k_at, parity)
-                else:
-                    ptx.cp_async_wait(2 * n - 1)
-                    if cutlass.const_expr(self.lines):
-                        cute.arch.sync_warp()  # other lanes' copies
+                self._await()
                 k_step = self._read_k(k_ring + k_at * self.k_slot, g, t, lane)
             else:
                 k_step = self._load_k(kv[0], base, last, new_start, g, t)
-            if cutlass.const_expr(self.ahead):
-                self._prefetch_step(kv, ahead + self.ahead * self.tile, end, lane)
-            if cutlass.const_expr(self.next_wave):
-                if i == steps - 1:
-                    self._prefetch_next(k, v, k_stride, v_stride, size, low, high, split_slots, lane, warp)
             s = self._scores(q_regs, k_step)
             if cutlass.const_expr(n > 0):
                 if cutlass.const_expr(self.lines):
                     cute.arch.sync_warp()
                 if ahead < end:
-                    self._fetch_k(k_ring + k_at * self.k_slot, k_bars + 8 * k_at, kv[0], ahead, last, new_start, g, t, lane)
-                self._commit()
+                    self._fetch_k(k_ring + k_at * self.k_slot, kv[0], ahead, last, new_start, g, t, lane)
+                ptx.cp_async_commit()
                 k_at = self._next_slot(k_at)
             p, m, l, alpha = self._softmax(s, m, l, base, end, pos, scale, cap_log2, window_left, t)
             if cutlass.const_expr(n > 0):
-                if cutlass.const_expr(self.bulk):
-                    ptx.mbar_wait(v_bars + 8 * v_at, parity)
-                else:
-                    ptx.cp_async_wait(2 * n - 1)
-                    if cutlass.const_expr(self.lines):
-                        cute.arch.sync_warp()
+                self._await()
                 v_step = self._read_v(v_ring + v_at * self.v_slot, g, t, lane)
             else:
                 v_step = self._load_v(kv[1], base, last, new_start, g, t)
@@ -298,48 +347,36 @@ class DecodeKernel:
                 if cutlass.const_expr(self.lines):
                     cute.arch.sync_warp()
                 if ahead < end:
-                    self._fetch_v(v_ring + v_at * self.v_slot, v_bars + 8 * v_at, kv[1], ahead, last, new_start, g, t, lane)
-                self._commit()
+                    self._fetch_v(v_ring + v_at * self.v_slot, kv[1], ahead, last, new_start, g, t, lane)
+                ptx.cp_async_commit()
                 v_at = self._next_slot(v_at)
-                parity = parity ^ Int32(v_at == 0)
-        # Other lanes' slots are overwritten below.
-        cute.arch.sync_warp()
+        return o, m, l, k_at, v_at
 
-        # The loop needs every register: what follows reads its coordinates again instead of keeping them (see ptx.special).
-        tid, h, b = ptx.special("tid.x"), ptx.special("ctaid.y"), ptx.special("ctaid.z")
-        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
-        g, t = lane // 4, lane % 4
-        if cutlass.const_expr(self._one_tile()):
-            split = ptx.special("ctaid.x")
+    def _await(self):
+        """The next K or V of the ring is here."""
+        ptx.cp_async_wait(2 * self.stages - 1)
+        if self.lines:
+            cute.arch.sync_warp()  # other lanes' copies
 
-        # Each row's sum lies in the four lanes of its quad.
+    @cute.jit
+    def _store_parts(self, parts, o, m, l, g, t, warp, row0, n_rows):
+        """A warp's O, maxima and sums to its place in shared memory. Each row's sum lies in the four lanes of its quad."""
+        nt, d = self.nt, self.d
         l = [_quad_sum(x) for x in l]
         pitch = 4 * self.pitch  # bytes
+        to = parts + warp * self.part_stride
         for i in cutlass.range_constexpr(nt):
-            if t == 0:
-                at = s_base + warp * self.warp_bytes + (g + 8 * i) * pitch + 4 * d
-                ptx.st_shared_f2(at, m[i], l[i])
+            if t == 0 and g + 8 * i < self.part_rows:
+                ptx.st_shared_f2(to + (g + 8 * i) * pitch + 4 * d, m[i], l[i])
             for e in cutlass.range_constexpr(2):
                 row = 2 * t + e + 8 * i
                 for c in cutlass.range_constexpr(self.v_blocks):
                     col = 64 * c + 8 * g
-                    if row + row0 < n_rows and col < d:
-                        at = s_base + warp * self.warp_bytes + row * pitch + 4 * col
+                    if row + row0 < n_rows and row < self.part_rows and col < d:
+                        at = to + row * pitch + 4 * col
                         a = [o[(c * 4 + j) * nt + i] for j in range(4)]
                         ptx.st_shared_f4(at, a[0][e], a[0][2 + e], a[1][e], a[1][2 + e])
                         ptx.st_shared_f4(at + 16, a[2][e], a[2][2 + e], a[3][e], a[3][2 + e])
-        if cutlass.const_expr(self.append):
-            if split == 0:
-                self._append_rows(k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane)
-        cute.arch.sync_threads()
-        if cutlass.const_expr(self._one_tile() and not self.device_length):
-            count = split_slots  # the host computed it with the same rule
-        else:
-            count = cutlass.max(1, (keys + size - 1) // cutlass.max(size, 1))
-        self._merge_rows(
-            out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows,
-            count,
-        )  # fmt: skip
 
     # ---- loads ----------------------------------------------------------------------------------------------------
     def _ld(self, addr, pred):
@@ -394,11 +431,8 @@ class DecodeKernel:
             for c in range(self.d // 64):
                 ptx.cp_async_16(to + 128 * c, addr + 128 * c)
 
-    def _fetch_k(self, slot, bar, source, base, last, new_start, g, t, lane):
+    def _fetch_k(self, slot, source, base, last, new_start, g, t, lane):
         """K of 16 keys into a ring slot; without whole lines a lane copies what it will read itself."""
-        if self.bulk:
-            self._bulk_rows(slot, bar, *source, base, last, new_start, lane)
-            return
         if self.lines:
             self._fetch_lines(slot, source, base, last, new_start, lane, lambda row: 4 * (row % 2))
             return
@@ -409,9 +443,6 @@ class DecodeKernel:
 
     def _read_k(self, slot, g, t, lane):
         """What _load_k returns, from a slot."""
-        if self.bulk:
-            at = slot + g * self.row_pitch + 16 * t
-            return [[ptx.ld_shared_4(at + 64 * c + 8 * self.row_pitch * half) for half in range(2)] for c in range(self.k_blocks)]
         if self.lines:
             # Block c is pieces 4 * (c % 2) + t of line c // 2; rows g and g + 8 have the parity of g.
             at = slot + g * (2 * self.d) + 16 * t
@@ -422,11 +453,8 @@ class DecodeKernel:
             ]
         return [[ptx.ld_shared_4(slot + 16 * lane + 512 * (2 * c + half)) for half in range(2)] for c in range(self.k_blocks)]
 
-    def _fetch_v(self, slot, bar, source, base, last, new_start, g, t, lane):
+    def _fetch_v(self, slot, source, base, last, new_start, g, t, lane):
         """V of 16 keys into a ring slot; without whole lines a lane copies what it will read itself."""
-        if self.bulk:
-            self._bulk_rows(slot, bar, *source, base, last, new_start, lane)
-            return
         if self.lines:
             self._fetch_lines(slot, source, base, last, new_start, lane, lambda row: 2 * ((row // 2) % 4))
             return
@@ -437,72 +465,14 @@ class DecodeKernel:
 
     def _read_v(self, slot, g, t, lane):
         """What _load_v returns, from a slot."""
-        if self.bulk:
-            at = slot + 2 * t * self.row_pitch + 16 * g
-            return [[ptx.ld_shared_4(at + 128 * c + e * self.row_pitch) for e in (0, 1, 8, 9)] for c in range(self.v_blocks)]
         if self.lines:
             # Block c is line c, piece g; rows 2t, 2t + 1, 2t + 8, 2t + 9 all have swizzle 2t.
             at = slot + 2 * t * (2 * self.d) + 16 * (g ^ (2 * t))
             return [[ptx.ld_shared_4(at + e * (2 * self.d) + 128 * c) for e in (0, 1, 8, 9)] for c in range(self.v_blocks)]
         return [[ptx.ld_shared_4(slot + 16 * lane + 512 * (4 * c + n)) for n in range(4)] for c in range(self.v_blocks)]
 
-    def _commit(self):
-        if not self.bulk:
-            ptx.cp_async_commit()
-
     def _next_slot(self, at):
         return at if self.stages == 1 else cutlass.select_(at == self.stages - 1, Int32(0), at + 1)
-
-    @cute.jit
-    def _bulk_rows(self, slot, bar, base_addr, stride, new_base, new_stride, base, last, new_start, lane):
-        """16 rows into a ring slot by the copy engine."""
-        if lane == 0:
-            ptx.mbar_expect(bar, 32 * self.d)
-        adjacent = Int32(0)
-        if cutlass.const_expr(self.bulk == 2 and not self.append):
-            adjacent = Int32(stride == 2 * self.d) & Int32(base + 15 <= last)
-        source = base_addr, stride, new_base, new_stride
-        if adjacent != 0:
-            if lane == 0:
-                ptx.bulk_copy(slot, self._row_address(source, base, new_start), 32 * self.d, bar)
-        elif lane < 16:
-            row = self._row_address(source, cutlass.min(base + lane, last), new_start)
-            ptx.bulk_copy(slot + lane * self.row_pitch, row, 2 * self.d, bar)
-
-    @cute.jit
-    def _prefetch_step(self, kv, start, end, lane):
-        """A warp's 16 rows of K and V from `start` into the L2 cache; hints only."""
-        rows = cutlass.min(16, end - start)
-        if rows > 0:
-            for i in cutlass.range_constexpr(2):
-                base, stride, _, _ = kv[i]
-                self._prefetch_rows(base + Int64(start) * Int64(stride), stride, rows, lane, i)
-
-    @cute.jit
-    def _prefetch_rows(self, addr, stride, rows, lane, issuer):
-        if stride == 2 * self.d:
-            if lane == issuer:
-                ptx.prefetch_l2(addr, rows * (2 * self.d))
-        elif lane < rows:
-            ptx.prefetch_l2(addr + Int64(lane) * Int64(stride), Int32(2 * self.d))
-
-    @cute.jit
-    def _prefetch_next(self, k, v, k_stride, v_stride, size, low, high, split_slots, lane, warp):
-        """First rows of the CTA that will take this one's place, while this one merges: without it all CTAs of a wave stop reading
-        at the same time. Its length is taken to be this one's (a hint may be wrong, but stays inside the cache)."""
-        splits, heads = ptx.special("nctaid.x"), ptx.special("nctaid.y")
-        x = ptx.special("ctaid.x") + self.next_wave
-        h = ptx.special("ctaid.y") + x // splits
-        b = ptx.special("ctaid.z") + h // heads
-        x, h = x % splits, h % heads
-        split = x if self._one_tile() else x % split_slots
-        start = low + split * size + 16 * warp
-        rows = cutlass.min(16, high - start)
-        if rows > 0 and b < ptx.special("nctaid.z"):
-            for i in cutlass.range_constexpr(2):
-                tensor, stride = (k, k_stride) if i == 0 else (v, v_stride)
-                addr = _address(tensor) + (Int64(b) * tensor.stride[0] + Int64(h) * tensor.stride[1]) * 2
-                self._prefetch_rows(addr + Int64(start) * Int64(stride), stride, rows, lane, i)
 
     def _fetch(self, to, addr, col_ok):
         if col_ok is None:
@@ -634,81 +604,148 @@ class DecodeKernel:
                             ptx.st_global_halves(to + 4 * i, words[i])
 
     # ---- merging --------------------------------------------------------------------------------------------------
+    def _my_rows(self):
+        """Rows that a warp merges, at most."""
+        return -(-self.part_rows // self.warps)
+
+    def _slot0(self, out, split_slots, row_tiles, h, b, row_tile):
+        """(the row tile's number, its first record in the workspace)."""
+        tile_index = (Int64(b) * (out.shape[1] // self.group) + h) * row_tiles + row_tile
+        return tile_index, tile_index * split_slots
+
     @cute.jit
     def _merge_rows(
         self, out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows,
         count,
     ):  # fmt: skip
-        """A warp's rows: merge the CTA's warps, then, where this split arrives last, all splits. A lane has 4 dims of every 128."""
-        d = self.d
-        pitch = 4 * self.pitch
-        most = min(self.rt, self.group) if self._one_tile() else self.rt
-        per_warp = -(-most // self.warps)
+        """One split per CTA: a warp's rows. Merge the CTA's warps, then, where this split arrives last, all splits. A lane has 4 dims
+        of every 128."""
         last_row = cutlass.min(n_rows - row0, self.rt)  # rows of this tile
-        tile_index = (Int64(b) * (out.shape[1] // self.group) + h) * row_tiles + row_tile
-        slot0 = tile_index * split_slots
-        for i in cutlass.range_constexpr(per_warp):
+        _, slot0 = self._slot0(out, split_slots, row_tiles, h, b, row_tile)
+        for i in cutlass.range_constexpr(self._my_rows()):
             row = warp + i * self.warps
             if row < last_row:
                 m, l, o = _merge(self._warp_parts(s_base, row, lane))
                 if count == 1:
                     self._finish(out, lse, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), m, l, o)
                 else:
-                    record = _address(workspace) + ((slot0 + split) * self.rt + row) * pitch
-                    for c in cutlass.range_constexpr(-(-d // 128)):
-                        if 128 * c + 4 * lane < d:
-                            ptx.st_global_f4(record + 4 * (128 * c + 4 * lane), o[c][0], o[c][1], o[c][2], o[c][3])
-                    if lane == 0:
-                        ptx.st_global_f2(record + 4 * d, m, l)
+                    self._store_record(workspace, (slot0 + split) * self.rt + row, lane, m, l, o)
         if count > 1:
-            # Lane i counts for the warp's i-th row, all rows at once: the release covers the warp's stores above.
-            cute.arch.sync_warp()
-            arrived = Int32(0)
-            mine = warp + lane * self.warps
-            if lane < per_warp and mine < last_row:
-                arrived = ptx.atom_inc_acq_rel(_address(counters) + (tile_index * self.rt + mine) * 4, count - 1)
-            # Two rows at a time, so that their loads are in flight together.
-            for i in cutlass.range_constexpr(0, per_warp, 2):
-                rows = [warp + j * self.warps for j in range(i, min(i + 2, per_warp))]
-                seen = [ptx.shuffle_i(arrived, Int32(j)) for j in range(i, min(i + 2, per_warp))]
-                wanted = [Int32(old == count - 1) & Int32(row < last_row) for old, row in zip(seen, rows, strict=True)]
-                if (wanted[0] | wanted[-1]) != 0:
-                    cute.arch.sync_warp()
-                    self._merge_splits(out, lse, workspace, sink, lane, b, h, row0, slot0, rows, wanted, count)
+            self._arrive(
+                out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows, count, count,
+            )  # fmt: skip
+
+    @cute.jit
+    def _store_record(self, workspace, record, lane, m, l, o):
+        d = self.d
+        to = _address(workspace) + record * (4 * self.pitch)
+        for c in cutlass.range_constexpr(-(-d // 128)):
+            if 128 * c + 4 * lane < d:
+                ptx.st_global_f4(to + 4 * (128 * c + 4 * lane), o[c][0], o[c][1], o[c][2], o[c][3])
+        if lane == 0:
+            ptx.st_global_f2(to + 4 * d, m, l)
+
+    @cute.jit
+    def _arrive(
+        self, out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows, count, arrivals,
+    ):  # fmt: skip
+        """A warp's rows are in the workspace: count, and merge those of which all `arrivals` CTAs' splits are there."""
+        last_row = cutlass.min(n_rows - row0, self.rt)
+        tile_index, slot0 = self._slot0(out, split_slots, row_tiles, h, b, row_tile)
+        per_warp = self._my_rows()
+        # Lane i counts for the warp's i-th row, all rows at once: the release covers the warp's stores above.
+        cute.arch.sync_warp()
+        arrived = Int32(0)
+        mine = warp + lane * self.warps
+        if lane < per_warp and mine < last_row:
+            arrived = ptx.atom_inc_acq_rel(_address(counters) + (tile_index * self.rt + mine) * 4, arrivals - 1)
+        # Two rows at a time, so that their loads are in flight together.
+        for i in cutlass.range_constexpr(0, per_warp, 2):
+            rows = [warp + j * self.warps for j in range(i, min(i + 2, per_warp))]
+            seen = [ptx.shuffle_i(arrived, Int32(j)) for j in range(i, min(i + 2, per_warp))]
+            wanted = [Int32(old == arrivals - 1) & Int32(row < last_row) for old, row in zip(seen, rows, strict=True)]
+            if (wanted[0] | wanted[-1]) != 0:
+                cute.arch.sync_warp()
+                self._merge_splits(out, lse, workspace, sink, lane, b, h, row0, slot0, rows, wanted, count)
 
     @cute.jit
     def _merge_splits(self, out, lse, workspace, sink, lane, b, h, row0, slot0, rows, wanted, count):
-        """One or two rows: all splits' parts in split order, `batch` splits at a time, whose loads are in flight together. Lane j
-        holds maximum and sum of the batch's split j, every lane its dims of all of them."""
+        """One or two rows: fold all splits in split order, `batch` splits at a time, whose loads are in flight together. Lane j holds
+        maximum and sum of the batch's split j, every lane its dims of all of them."""
         batch = (16 if self.d <= 128 else 8) // len(rows)
-        m, l = [Float32(M_START) for _ in rows], [Float32(0.0) for _ in rows]
-        o = [[[Float32(0.0) for _ in range(4)] for _ in range(-(-self.d // 128))] for _ in rows]
+        states = [self._no_state() for _ in rows]
         for i in cutlass.range((count + batch - 1) // batch, unroll=1):
             parts = [self._split_parts(workspace, slot0, row, lane, i * batch, batch, count) for row in rows]
             for j in cutlass.range_constexpr(len(rows)):
                 part_m, part_l, part_o = parts[j]
-                top = ptx.fmax(m[j], _warp_max(part_m, batch))
-                old, weight = ptx.exp2(m[j] - top), ptx.exp2(part_m - top)
-                m[j] = top
-                l[j] = l[j] * old + _warp_sum(part_l * weight, batch)
-                o[j] = [[x * old for x in chunk] for chunk in o[j]]
                 for e in cutlass.range_constexpr(batch):
-                    w = ptx.shuffle_f(weight, Int32(e))
-                    o[j] = [[x * w + y for x, y in zip(new, acc, strict=True)] for new, acc in zip(part_o[e], o[j], strict=True)]
+                    part = ptx.shuffle_f(part_m, Int32(e)), ptx.shuffle_f(part_l, Int32(e)), part_o[e]
+                    states[j] = _fold(states[j], part)
         for j in cutlass.range_constexpr(len(rows)):
             if wanted[j] != 0:
                 row = row0 + rows[j]
-                self._finish(out, lse, sink, lane, b, self._head(h, row), self._token(row), m[j], l[j], o[j])
+                m, l, o = states[j]
+                self._finish(out, lse, sink, lane, b, self._head(h, row), self._token(row), m, l, o)
+
+    def _no_state(self):
+        return Float32(M_START), Float32(0.0), [[Float32(0.0) for _ in range(4)] for _ in range(-(-self.d // 128))]
+
+    @cute.jit
+    def _collect(
+        self, workspace, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows, out, is_first, alone,
+    ):  # fmt: skip
+        """Several splits per CTA: a warp's rows of one split. Merge the warps; fold into the running result when this CTA has all
+        splits, else write a record. The running result of a row belongs to one warp, each lane to its own part of it."""
+        last_row = cutlass.min(n_rows - row0, self.rt)
+        _, slot0 = self._slot0(out, split_slots, row_tiles, h, b, row_tile)
+        for i in cutlass.range_constexpr(self._my_rows()):
+            row = warp + i * self.warps
+            if row < last_row:
+                part = _merge(self._warp_parts(s_base + self.parts_at, row, lane))
+                if alone == 0:
+                    self._store_record(workspace, (slot0 + split) * self.rt + row, lane, *part)
+                else:
+                    state = self._no_state()
+                    if is_first == 0:
+                        state = self._load_running(s_base, row, lane)
+                    self._store_running(s_base, row, lane, _fold(state, part))
+
+    def _load_running(self, s_base, row, lane):
+        at = s_base + self.running_at + row * 4 * self.pitch
+        chunks = [ptx.ld_shared_f4(at + 16 * self._column(c, lane)) for c in range(-(-self.d // 128))]
+        m, l = ptx.ld_shared_f2(at + 4 * self.d)
+        return m, l, chunks
+
+    @cute.jit
+    def _store_running(self, s_base, row, lane, state):
+        m, l, o = state
+        at = s_base + self.running_at + row * 4 * self.pitch
+        for c in cutlass.range_constexpr(-(-self.d // 128)):
+            if 128 * c + 4 * lane < self.d:
+                ptx.st_shared_f4(at + 16 * (32 * c + lane), *o[c])
+        cute.arch.sync_warp()  # all lanes have read maximum and sum
+        if lane == 0:
+            ptx.st_shared_f2(at + 4 * self.d, m, l)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _finish_rows(self, out, lse, sink, s_base, warp, lane, h, b, row0, n_rows):
+        last_row = cutlass.min(n_rows - row0, self.rt)
+        for i in cutlass.range_constexpr(self._my_rows()):
+            row = warp + i * self.warps
+            if row < last_row:
+                m, l, o = self._load_running(s_base, row, lane)
+                self._finish(out, lse, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), m, l, o)
+
+    def _column(self, c, lane):
+        """In units of 4 dims; lanes past D take column 0, and what they compute is not stored."""
+        return cutlass.select_(128 * c + 4 * lane < self.d, 32 * c + lane, Int32(0)) if self.d % 128 else 32 * c + lane
 
     def _warp_parts(self, s_base, row, lane):
         parts = []
         for w in range(self.warps):
-            at = s_base + w * self.warp_bytes + row * 4 * self.pitch
-            chunks = []
-            for c in range(-(-self.d // 128)):
-                # Lanes past D read column 0; what they compute is not stored.
-                col = 128 * c + 4 * lane
-                chunks.append(ptx.ld_shared_f4(at + 4 * (cutlass.select_(col < self.d, col, Int32(0)) if self.d % 128 else col)))
+            at = s_base + w * self.part_stride + row * 4 * self.pitch
+            chunks = [ptx.ld_shared_f4(at + 16 * self._column(c, lane)) for c in range(-(-self.d // 128))]
             parts.append((ptx.ld_shared_f2(at + 4 * self.d), chunks))
         return parts
 
@@ -769,19 +806,15 @@ def _quad_sum(x):
     return x + ptx.shuffle_xor_f(x, 2)
 
 
-def _warp_max(x, n):
-    """Over n lanes, n a power of two: the values repeat with period n."""
-    while n > 1:
-        n //= 2
-        x = ptx.fmax(x, ptx.shuffle_xor_f(x, n))
-    return x
-
-
-def _warp_sum(x, n):
-    while n > 1:
-        n //= 2
-        x = x + ptx.shuffle_xor_f(x, n)
-    return x
+def _fold(state, part):
+    """Softmax partials (maximum, sum, [4 floats] per chunk): the next split into the running result. Written with explicit fused
+    multiply-adds: every place where splits are folded has to give the same bits."""
+    m, l, o = state
+    part_m, part_l, part_o = part
+    top = ptx.fmax(m, part_m)
+    old, new = ptx.exp2(m - top), ptx.exp2(part_m - top)
+    folded = [[ptx.fma(x, old, y * new) for x, y in zip(a, c, strict=True)] for a, c in zip(o, part_o, strict=True)]
+    return top, ptx.fma(l, old, part_l * new), folded
 
 
 def _merge(parts):
