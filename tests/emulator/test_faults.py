@@ -95,6 +95,10 @@ MUTANTS = [
     Mutant("init-twice", GEMM, Edit(r"\[%bars\+24\], 1;", "[%bars+16], 1;"), "mbarrier-reinit", r"init.*\[%bars\+16\]", -1),
     Mutant("init-gone", GEMM, Edit(r"mbarrier.init.*\[%done\], 1;"), "mbarrier-uninitialised", DONE_WAIT),
     Mutant("init-not-synchronised", BULK, Edit(r"bar.sync 0;", "", 0), "mbarrier-uninitialised", DONE_WAIT),
+    Mutant("init-fence-gone", CLUSTER, Edit(r"fence.mbarrier_init.*;"), "mbarrier-init-race", r"mbarrier\.arrive"),
+    Mutant("init-fence-gone-tma", GEMM, Edit(r"fence.mbarrier_init.*;"), "mbarrier-init-fence", LOAD_A),
+    Mutant("cluster-arrive-relaxed", CLUSTER, Edit(r"cluster.arrive.release", "cluster.arrive.relaxed", 0),
+           "race-read-after-write-shared", r"ld\.shared::cluster"),
     # Proxies and tcgen05 fences.
     Mutant("proxy-fence-gone-store", GEMM, Edit(r"fence.proxy.async.*;"), "proxy-fence", r"tensor\.2d\.global\.shared"),
     Mutant("proxy-fence-gone-mma", TS, Edit(r"fence.proxy.async.*;"), "proxy-fence", MMA, 0),
@@ -172,10 +176,6 @@ WRONG_NUMBERS = {
 
 # What the checker should say something about and does not: kernel, edit, level, why.
 NOT_REPORTED = {
-    "init-fence-gone": (CLUSTER, Edit(r"fence.mbarrier_init.*;"), "strict",
-                        "a relaxed cluster barrier publishes mbarriers with or without fence.mbarrier_init"),
-    "cluster-arrive-relaxed": (CLUSTER, Edit(r"cluster.arrive.release", "cluster.arrive.relaxed", 0), "strict",
-                               "barrier.cluster.arrive.relaxed orders data as .release does"),
     "tcgen05-fence-before-dealloc": (GEMM, Edit(r"tcgen05.fence::after.*;", "", 3), "strict",
                                      "no tcgen05.fence is asked for between tcgen05.ld and another warp's dealloc"),
     "setmaxnreg-1024-over": (ROLES, Edit(r"u32 40;", "u32 48;"), "default",

@@ -10,7 +10,7 @@ TX_LIMIT = (1 << 20) - 1
 class MBarrier:
     """State of one mbarrier: `phase` counts completed phases, so its parity is that of the current one."""
 
-    __slots__ = ("cta", "offset", "expected", "pending", "tx", "phase", "clock", "done", "line", "seen", "waiters")
+    __slots__ = ("cta", "offset", "expected", "pending", "tx", "phase", "clock", "done", "line", "seen", "fenced", "generation")
 
     def __init__(self, cta, offset: int, expected: int, line: int) -> None:
         self.cta, self.offset = cta, offset
@@ -20,6 +20,9 @@ class MBarrier:
         self.line = line
         self.clock = None  # released so far in the current phase
         self.done = None  # released by all completed phases
+        self.seen = (0, 0)  # (actor, tick) of the init
+        self.fenced = False  # its initialiser executed fence.mbarrier_init
+        self.generation = -1  # the cluster barrier's generation that published the fenced init; -1: none
 
     def name(self) -> str:
         rank = f" of CTA rank {self.cta.rank}" if len(self.cta.cluster.ctas) > 1 else ""

@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "write-to-readonly": ("default", "a store to an allocation registered as read-only, or to a kernel parameter"),
     "mbarrier-uninitialised": ("default", "use of an mbarrier that nothing initialised; ends the launch"),
     "mbarrier-init-race": ("default", "use of an mbarrier without synchronising with its init"),
+    "mbarrier-init-fence": ("default", "an asynchronous unit signals an mbarrier with no fence after its init"),
     "mbarrier-reinit": ("default", "init of a live mbarrier without inval"),
     "mbarrier-underflow": ("default", "more arrivals than a phase expects"),
     "mbarrier-count": ("default", "an expected arrival count outside 1..2**20-1"),

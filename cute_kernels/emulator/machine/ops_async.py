@@ -12,7 +12,7 @@ from ..ptx.ir import TYPE_BITS, Imm, Instr, Mem, Vec
 from .barriers import MBarrier
 from .hazards import EmulationError
 from .ops_mem import check_global, release_var
-from .ops_sync import add_tx, arrive_on, mbarrier_at
+from .ops_sync import add_tx, arrive_on, check_init_fence, mbarrier_at
 from .optable import CACHE_MODS, Wait, address, getter, op, unsupported
 
 _FOUR = np.arange(4)
@@ -383,6 +383,7 @@ def _bulk(ins: Instr):
                 _check_range(w, w.cta, soff, n, ins)
                 _check_range(w, cta, off, n, ins)
                 bar = mbarrier_at(w, int(get_bar(w)[lane]), ins)
+                check_init_fence(w, bar, ins)
                 clock = None
                 if w.clock is not None:
                     actor, clock = agent(w, ("mbar", bar.cta.rank, bar.offset))
@@ -430,6 +431,7 @@ def _issue_load(w, ins, targets, tx: int, put, addresses, nbytes: int, plan=None
     machine = w.machine
     for cta, off, bar in targets:
         _check_range(w, cta, off, tx, ins)
+        check_init_fence(w, bar, ins)
         clock = None
         if w.clock is not None:
             actor, clock = agent(w, ("mbar", bar.cta.rank, bar.offset, cta.rank))

@@ -689,9 +689,21 @@ def _fence(ins: Instr):
     if "mbarrier_init" in mods:
 
         def fence_init(w, m, ins):
-            if w.clock is not None:
-                np.maximum(w.clock[1], w.clock[0], out=w.clock[1])
+            for bar in w.inits:
+                bar.fenced = True
+            w.fenced += w.inits
+            w.inits = []
 
         return False, fence_init
     only(ins, SCOPES | SEMS | {"gl", "sync_restrict::shared::cta", "sync_restrict::shared::cluster", "cta", "sys"})
-    return False, lambda w, m, ins: None
+
+    def fence(w, m, ins):
+        if w.clock is None:
+            return
+        if w.unfenced is not None:
+            np.maximum(w.clock[:3], w.unfenced[:3], out=w.clock[:3])
+            w.unfenced = None
+        w.fence_clock = w.clock.copy()
+        w.tick()
+
+    return False, fence

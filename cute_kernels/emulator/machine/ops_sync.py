@@ -298,6 +298,8 @@ def _cluster_barrier(ins: Instr):
     """barrier.cluster. Arriving twice before waiting is undefined by the ISA, yet published kernels do it and run: arrivals
     are counted as hardware counts them, and the n-th wait of a warp waits for the n-th generation."""
 
+    relaxed = "relaxed" in ins.mods
+
     def arrive(w, m, ins):
         cluster = w.cta.cluster
         if cluster.barrier is None:
@@ -305,9 +307,13 @@ def _cluster_barrier(ins: Instr):
         bar = cluster.barrier
         w.machine.release_tmem(w, ins)
         if w.clock is not None:
-            # An init fence followed by a relaxed arrive publishes the barrier objects: NVIDIA's kernels rely on it.
-            bar.clock = w.clock.copy() if bar.clock is None else np.maximum(bar.clock, w.clock)
+            released = w.fence_clock if relaxed else w.clock
+            if released is not None:
+                bar.clock = released.copy() if bar.clock is None else np.maximum(bar.clock, released)
             w.tick()
+            for fenced in w.fenced:  # fence.mbarrier_init publishes them, even where the arrive is relaxed
+                fenced.generation = w.cluster_arrivals
+            w.fenced = []
         lanes = int(m.sum())
         w.cluster_lanes += lanes
         if w.cluster_lanes >= w.nlive:
@@ -367,11 +373,24 @@ def mbarrier_at(w, addr: int, ins, *, cluster: bool = True) -> MBarrier:
     if w.clock is not None:
         seen = w.clock[0]
         actor, tick = bar.seen
-        if tick > seen[actor]:
+        passed = w.cluster_waits + (w.cluster_waited > 0)
+        if tick > seen[actor] and not 0 <= bar.generation < passed:
             w.machine.report(
                 "mbarrier-init-race", w, ins, f"uses {bar.name()} without synchronising with its init", other_line=bar.line
             )
     return bar
+
+
+def check_init_fence(w, bar: MBarrier, ins) -> None:
+    """An asynchronous unit that signals `bar` must see its init: fence.mbarrier_init by the initialiser, or a proxy fence."""
+    if w.clock is None or bar.fenced:
+        return
+    actor, tick = bar.seen
+    if tick > w.clock[1][actor]:
+        w.machine.report(
+            "mbarrier-init-fence", w, ins,
+            f"signals {bar.name()}, with no fence.mbarrier_init or fence.proxy.async after its init", other_line=bar.line,
+        )  # fmt: skip
 
 
 def _state_dest(ops):
@@ -436,6 +455,7 @@ def _mb_init(ins: Instr):
                     w.machine.conflict(hit, w, ins, "shared", w.cta, int(g[hit[1]]), sh.wl)
                 sh.bars[g] = True
                 bar.seen = (w.actor, int(w.clock[0][w.actor]))
+                w.inits.append(bar)
         w.machine.events += 1
 
     return False, init
@@ -506,7 +526,7 @@ def _mb_arrive(ins: Instr):
                 n = len(ls)
             else:
                 n = len(ls) if counts is None else int(counts[ls].sum(dtype=np.int64))
-            arrive_on(w, bar, n, ins, drop=drop, clock=None if w.clock is None or relaxed else w.clock)
+            arrive_on(w, bar, n, ins, drop=drop, clock=w.fence_clock if relaxed else w.clock)
         if w.clock is not None:
             w.tick()
         w.machine.events += 1
@@ -569,8 +589,11 @@ def _mb_wait(ins: Instr):
                 done = False
             elif not done:
                 pending.append((bar, want))
-            elif w.clock is not None and bar.done is not None and not relaxed:
-                np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
+            elif w.clock is not None and bar.done is not None:
+                if not relaxed:
+                    np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
+                else:  # a fence after the wait acquires it
+                    w.unfenced = bar.done.copy() if w.unfenced is None else np.maximum(w.unfenced, bar.done)
             results.append(done)
         if pending and s.state != "timeout":
             bar, want = pending[0]

@@ -15,7 +15,7 @@ import numpy as np
 from ..ptx.ir import Imm, Instr, Mem, Vec
 from .hazards import EmulationError
 from .ops_async import AsyncOp, agent, fine_granules, shared_read
-from .ops_sync import arrive_on, mbarrier_at
+from .ops_sync import arrive_on, check_init_fence, mbarrier_at
 from .optable import Wait, address, getter, op, scalar, setter, unsupported
 
 
@@ -352,6 +352,8 @@ def _commit(ins: Instr):
             bars = [mbarrier_at(w, r << 24 | (addr & 0xFFFFFF), ins) for r in range(len(w.cta.cluster.ctas)) if mask >> r & 1]
         else:
             bars = [mbarrier_at(w, addr, ins)]
+        for bar in bars:
+            check_init_fence(w, bar, ins)
         clock = None
         if w.clock is not None:
             clock = w.clock.copy()

@@ -82,7 +82,8 @@ class Warp:
         "live", "nlive", "live_bits", "leaves", "counts", "masked_counts", "cache", "clock", "actor", "local", "tpipe", "lpipe",
         "cp_open", "cp_groups", "bulk_open", "bulk_groups", "bulk_unread", "tld", "tst", "maxreg", "role", "syncs", "lanes",
         "exited", "waits",
-        "wg_open", "wg_groups", "cluster_arrivals", "cluster_waits", "cluster_lanes", "cluster_waited",
+        "wg_open", "wg_groups", "cluster_arrivals", "cluster_waits", "cluster_lanes", "cluster_waited", "inits", "fenced",
+        "fence_clock", "unfenced",
     )  # fmt: skip
 
     def __init__(self, machine, cta: CTA, index: int, nlanes: int) -> None:
@@ -116,6 +117,10 @@ class Warp:
         self.syncs = 0
         self.waits = 0
         self.exited = False
+        self.fence_clock = None  # what the last fence.acq_rel or fence.sc lets relaxed operations after it release
+        self.unfenced = None  # what relaxed waits observed and a fence has yet to acquire
+        self.inits: list = []  # mbarriers this warp initialised and has not fenced
+        self.fenced: list = []  # those fenced and not yet published by a cluster barrier
         self.cluster_arrivals = self.cluster_waits = self.cluster_lanes = self.cluster_waited = 0
         if machine.checking:
             self.clock = np.zeros((4, cta.cluster.nactors), np.int32)
