@@ -161,8 +161,9 @@ MUTANTS = [
     Mutant("idesc-n-56", GEMM, Edit(r"0x08100490", "0x080e0490"), "uninitialised-tmem", LD),
     Mutant("idesc-d-type", GEMM, Edit(r"0x08100490", "0x081004b0"), "illegal-operand", MMA),
     # Registers of warpgroups: the CTA has 64512.
-    Mutant("setmaxnreg-dec-gone", ROLES, Edit(r"setmaxnreg.dec.*;"), "deadlock", r"bar\.sync 1"),
-    Mutant("setmaxnreg-over-budget", ROLES, Edit(r"u32 232;", "u32 240;"), "deadlock", r"bar\.sync 1"),
+    Mutant("setmaxnreg-dec-gone", ROLES, Edit(r"setmaxnreg.dec.*;"), "deadlock", r"setmaxnreg\.inc"),
+    Mutant("setmaxnreg-over-budget", ROLES, Edit(r"u32 232;", "u32 240;"), "deadlock", r"setmaxnreg\.inc"),
+    Mutant("setmaxnreg-1024-over", ROLES, Edit(r"u32 40;", "u32 48;"), "deadlock", r"setmaxnreg\.inc"),
 ]  # fmt: skip
 
 # Legal accesses, ordered and initialised, to the wrong bytes: the results tell.
@@ -178,8 +179,6 @@ WRONG_NUMBERS = {
 NOT_REPORTED = {
     "tcgen05-fence-before-dealloc": (GEMM, Edit(r"tcgen05.fence::after.*;", "", 3), "strict",
                                      "no tcgen05.fence is asked for between tcgen05.ld and another warp's dealloc"),
-    "setmaxnreg-1024-over": (ROLES, Edit(r"u32 40;", "u32 48;"), "default",
-                             "the register pool is taken as 64 K, not .maxnreg times the threads"),
 }  # fmt: skip
 
 

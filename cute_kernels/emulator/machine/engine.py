@@ -114,11 +114,12 @@ class Machine:
         self.clusters: list[Cluster] = []
 
     def _initial_regs(self) -> int:
-        """Registers per thread at launch: .maxnreg, else what ptxas gives kernels that use setmaxnreg (all of the file)."""
+        """Registers per thread at launch: .maxnreg, else the most that ptxas can give, which it does where setmaxnreg is used:
+        a quarter of the file, shared by a quarter of the warps."""
         d = self.program.flat.directives
         if d.get("maxnreg"):
             return d["maxnreg"][0]
-        return min(255, 65536 // max(1, self.nwarps * 32)) // 8 * 8
+        return min(255, 16384 // (32 * (self.nwarps + 3 >> 2))) // 8 * 8
 
     # -- module memory
     def _load_module(self, params: bytes) -> None:
@@ -446,7 +447,7 @@ class Machine:
     def _deadlock(self, head: str) -> None:
         lines = [head]
         program = self.program
-        first = None
+        first = cause = None
         for cluster in self.clusters:
             for w in cluster.warps:
                 for s in w.leaves:
@@ -458,10 +459,12 @@ class Machine:
                     if s.state == "timeout":
                         why = "try_wait that timed out"
                     first = first or (w, ins, why)
+                    if ins.base == "setmaxnreg" or ins.op.startswith("tcgen05.alloc"):
+                        cause = cause or (w, ins, why)  # the others may wait for this warp, which waits for none
                     lanes = "" if s.full else f", lanes {s.bits:#010x}"
                     lines.append(f"  CTA {w.cta.ctaid} warp {w.index}{lanes}: PTX line {ins.line}{self.where(ins)} {ins.op}: {why}")
         if first:
-            w, ins, why = first
+            w, ins, why = cause or first
             self.report("deadlock", w, ins, why)
         if len(lines) > 60:
             lines[60:] = [f"  ... and {len(lines) - 60} more"]

@@ -654,10 +654,10 @@ def _setmaxnreg(ins: Instr):
     def run(w, s, m, ins):
         cta = w.cta
         machine = w.machine
-        if cta.reg_pool is None:
-            cta.reg_pool = 64 * 1024 - machine.nwarps * 32 * machine.initial_regs
         # Up to 256 threads the register file does not bound what ptxas gave the kernel: the first request is taken as is.
         known = machine.nwarps > 8 or "maxnreg" in machine.program.flat.directives
+        if cta.reg_pool is None:  # what warps have given up: the CTA never has more than it was launched with
+            cta.reg_pool = 0 if known else 64 * 1024 - machine.nwarps * 32 * machine.initial_regs
         current = w.maxreg or (machine.initial_regs if known else n)
         need = (n - current) * 32
         if inc and n < current:
