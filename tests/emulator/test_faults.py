@@ -106,6 +106,8 @@ MUTANTS = [
     Mutant("tcgen05-fence-after-gone", TS, Edit(r"tcgen05.fence::after.*;", "", 1), "tcgen05-fence", MMA, 0, checks="strict"),
     Mutant("tcgen05-fence-before-gone", TS, Edit(r"tcgen05.fence::before.*;", "", 1), "tcgen05-fence", MMA, 0, checks="strict"),
     Mutant("tcgen05-fence-gone-before-ld", GEMM, Edit(r"tcgen05.fence::after.*;", "", 2), "tcgen05-fence", LD, checks="strict"),
+    Mutant("tcgen05-fence-gone-before-dealloc", GEMM, Edit(r"tcgen05.fence::after.*;", "", 3),
+           "tcgen05-fence", r"tcgen05\.dealloc", checks="strict"),
     # CTA and cluster barriers.
     Mutant("syncthreads-gone", RING, Edit(r"bar.sync 0;"), "race-read-after-write-shared", r"ld\.shared", schedule="lazy"),
     Mutant("syncthreads-gone-mma", TS, Edit(r"bar.sync 0;", "", 1), "race-read-after-write-tmem", MMA, 0),
@@ -177,8 +179,6 @@ WRONG_NUMBERS = {
 
 # What the checker should say something about and does not: kernel, edit, level, why.
 NOT_REPORTED = {
-    "tcgen05-fence-before-dealloc": (GEMM, Edit(r"tcgen05.fence::after.*;", "", 3), "strict",
-                                     "no tcgen05.fence is asked for between tcgen05.ld and another warp's dealloc"),
 }  # fmt: skip
 
 

@@ -64,10 +64,7 @@ def tmem_access(w, cta, ranges, actor, clock, ins, *, read: bool, write: bool, o
         g = cells(lane0, lanes, col0, ncols)
         sh = cta.tshadow
         if machine.strict:
-            wa, wc = sh.wa[g], sh.wc[g]
-            bad = (wc > clock[3][wa]) & (wc <= clock[0][wa]) & ~np.isin(wa, own)
-            if bad.any():
-                machine.conflict(("tcgen05-fence", int(bad.argmax())), w, ins, "tmem", cta, int(g[bad.argmax()]), sh.wl)
+            check_tcgen05_fence(w, cta, g, clock, ins, own, write)
         if read:
             hit = sh.read(g, actor, clock, ins.line)
             if hit:
@@ -77,6 +74,18 @@ def tmem_access(w, cta, ranges, actor, clock, ins, *, read: bool, write: bool, o
             if hit:
                 machine.conflict(hit, w, ins, "tmem", cta, int(g[hit[1]]), sh.rl if hit[0].endswith("read") else sh.wl)
             cta.tmem_valid[lane0 : lane0 + lanes, col0 : col0 + ncols] = True
+
+
+def check_tcgen05_fence(w, cta, g, clock, ins, own: tuple, write: bool) -> None:
+    """Strict: accesses of other threads that are ordered before this one, but by synchronisation without tcgen05.fence."""
+    sh = cta.tshadow
+    kinds = ((sh.wa, sh.wc, sh.wl), (sh.ra, sh.rc, sh.rl)) if write else ((sh.wa, sh.wc, sh.wl),)
+    for actors, ticks, lines in kinds:
+        a, c = actors[g], ticks[g]
+        bad = (c > clock[3][a]) & (c <= clock[0][a]) & ~np.isin(a, own)
+        if bad.any():
+            k = int(bad.argmax())
+            w.machine.conflict(("tcgen05-fence", k), w, ins, "tmem", cta, int(g[k]), lines)
 
 
 @op("tcgen05")
@@ -192,6 +201,9 @@ def _dealloc(ins: Instr):
             hit_clock = w.clock.copy()
             g = cells(0, 128, first, block[0])
             sh = w.cta.tshadow
+            if w.machine.strict:
+                own = (w.tpipe, w.lpipe, w.actor, w.cta.cluster.actor_of(("tst", w.actor)))
+                check_tcgen05_fence(w, w.cta, g, hit_clock, ins, own, True)
             sh_hit = sh.write(g, w.actor, hit_clock, ins.line, generic=False)
             if sh_hit:
                 k = int(g[sh_hit[1]])
