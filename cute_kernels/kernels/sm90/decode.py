@@ -114,8 +114,8 @@ def choose(
         group=group,
         single_token=s == 1,
         row_tile=8 if s * group <= 8 or d > 128 else 16,
-        # Several tokens: merging more rows takes longer, so more warps share it and there are fewer splits (q_len 4, 4096 keys: 10.7
-        # against 12.0 us). One token is better off with less to start and to merge (400 keys: 4.36 against 4.69).
+        # Several tokens: merging more rows takes longer, so more warps share it and there are fewer splits (q_len 4, 4096 keys:
+        # 10.7 against 12.0 us). One token is better off with less to start and to merge (400 keys: 4.36 against 4.69).
         warps=4 if s == 1 else 8,
         split_cap=split_cap(kv_heads) if s == 1 else split_cap(kv_heads) // 2,
         wide=_aligned(q, k_cache, v_cache, k_new, v_new),

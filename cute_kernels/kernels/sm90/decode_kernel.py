@@ -257,8 +257,8 @@ class DecodeKernel:
             split = chunk * per
             while split_begin < end or split_begin == begin:
                 o, m, l, k_at, v_at = self._split(
-                    kv, k_ring, v_ring, k_at, v_at, q_regs, pos, split_begin, split_begin + size, end, last, new_start, scale, cap_log2,
-                    window_left, g, t, lane, warp,
+                    kv, k_ring, v_ring, k_at, v_at, q_regs, pos, split_begin, split_begin + size, end, last, new_start, scale,
+                    cap_log2, window_left, g, t, lane, warp,
                 )  # fmt: skip
                 self._store_parts(s_base + self.parts_at, o, m, l, g, t, warp, row0, n_rows)
                 cute.arch.sync_threads()
@@ -277,13 +277,13 @@ class DecodeKernel:
             else:
                 count = self._count(keys, size)
                 self._arrive(
-                    out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows, count,
-                    (count + (per - 1)) // per,
+                    out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows,
+                    count, (count + (per - 1)) // per,
                 )  # fmt: skip
         else:
             o, m, l, k_at, v_at = self._split(
-                kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, end, end, last, new_start, scale, cap_log2, window_left, g, t, lane,
-                warp,
+                kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, end, end, last, new_start, scale, cap_log2, window_left, g, t,
+                lane, warp,
             )  # fmt: skip
             # Other lanes' slots are overwritten below.
             cute.arch.sync_warp()
@@ -309,11 +309,11 @@ class DecodeKernel:
 
     @cute.jit
     def _split(
-        self, kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, split_end, end, last, new_start, scale, cap_log2, window_left, g, t,
-        lane, warp,
+        self, kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, split_end, end, last, new_start, scale, cap_log2, window_left,
+        g, t, lane, warp,
     ):  # fmt: skip
-        """This warp's keys of [begin, split_end), none past `end`; the ring is kept filled up to `end`. Returns O, maxima, sums (of
-        this lane's keys) and the slots in turn."""
+        """This warp's keys of [begin, split_end), none past `end`; the ring is kept filled up to `end`. Returns O, maxima, sums
+        (of this lane's keys) and the slots in turn."""
         nt, n = self.nt, self.stages
         first = begin + 16 * warp
         steps = cutlass.max(0, (cutlass.min(split_end, end) - first + (self.tile - 1)) // self.tile)
@@ -618,8 +618,8 @@ class DecodeKernel:
         self, out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows,
         count,
     ):  # fmt: skip
-        """One split per CTA: a warp's rows. Merge the CTA's warps, then, where this split arrives last, all splits. A lane has 4 dims
-        of every 128."""
+        """One split per CTA: a warp's rows. Merge the CTA's warps, then, where this split arrives last, all splits. A lane has 4
+        dims of every 128."""
         last_row = cutlass.min(n_rows - row0, self.rt)  # rows of this tile
         _, slot0 = self._slot0(out, split_slots, row_tiles, h, b, row_tile)
         for i in cutlass.range_constexpr(self._my_rows()):
@@ -647,7 +647,8 @@ class DecodeKernel:
 
     @cute.jit
     def _arrive(
-        self, out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows, count, arrivals,
+        self, out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows, count,
+        arrivals,
     ):  # fmt: skip
         """A warp's rows are in the workspace: count, and merge those of which all `arrivals` CTAs' splits are there."""
         last_row = cutlass.min(n_rows - row0, self.rt)
@@ -670,8 +671,8 @@ class DecodeKernel:
 
     @cute.jit
     def _merge_splits(self, out, lse, workspace, sink, lane, b, h, row0, slot0, rows, wanted, count):
-        """One or two rows: fold all splits in split order, `batch` splits at a time, whose loads are in flight together. Lane j holds
-        maximum and sum of the batch's split j, every lane its dims of all of them."""
+        """One or two rows: fold all splits in split order, `batch` splits at a time, whose loads are in flight together. Lane j
+        holds maximum and sum of the batch's split j, every lane its dims of all of them."""
         batch = (16 if self.d <= 128 else 8) // len(rows)
         states = [self._no_state() for _ in rows]
         for i in cutlass.range((count + batch - 1) // batch, unroll=1):
