@@ -53,19 +53,16 @@ def group_topk_kernel(config: Config, arch: str) -> tuple[Any, tuple]:
 
     from cute_kernels.kernels.group_topk_kernel import GroupTopk
 
-    def tensor(dtype, shape, align, free_strides=False):
-        if free_strides:
-            strides = tuple(cute.sym_int64() for _ in shape[:-1]) + (1,)
-            return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
-        order = tuple(reversed(range(len(shape))))
-        return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+    def tensor(dtype, shape, align):
+        strides = tuple(cute.sym_int64() for _ in shape[:-1]) + (1,)
+        return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
     s_q, n = cute.sym_int(), cute.sym_int()
     return GroupTopk(**config._asdict()), (
-        tensor(Int32, (s_q, 1, cute.sym_int()), 16 if config.wide else 4, free_strides=True),
+        tensor(Int32, (s_q, 1, cute.sym_int()), 16 if config.wide else 4),
         tensor(Int32, (s_q,), 4) if config.has_length else None,
         tensor(Int32, (cute.sym_int(),), 4) if config.has_requests else None,
-        tensor(Int32, (n, 1, cute.sym_int(divisibility=128)), 16),
+        tensor(Int32, (n, 1, cute.sym_int()), 16),
         tensor(Int32, (n,), 4),
         tensor(Uint8, (n, cute.sym_int(), 128), 16),
         tensor(Int32, (n, cute.sym_int()), 4),

@@ -49,6 +49,45 @@ def layout(t: Tensor | None):
     return None if t is None else (t.dtype, t.device, t.shape, t.stride())
 
 
+def _fast_empty(name: str):
+    # What Inductor's generated code allocates with: no argument parser, no dispatcher, 0.6 against 1.3 us (torch.empty: 2.4).
+    try:
+        from torch._C._dynamo import guards
+
+        return getattr(guards, name, None)
+    except ImportError:
+        return None
+
+
+def allocator(device: torch.device, emulated: bool) -> Callable[[tuple, tuple, torch.dtype], Tensor]:
+    """allocate(sizes, strides, dtype) on `device`: for code below the dispatcher, where no mode has to see it."""
+    fast = None if emulated or device.type not in ("cpu", "cuda") else _fast_empty(f"_empty_strided_{device.type}")
+
+    def slow(sizes, strides, dtype):
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+    if fast is None:
+        return slow
+    if device.type == "cpu" or torch.cuda.device_count() == 1:
+        return fast
+    current, index = torch.cuda.current_device, device.index
+    return lambda sizes, strides, dtype: (fast if current() == index else slow)(sizes, strides, dtype)
+
+
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms, _profiling = torch._C._functorch.peek_interpreter_stack, torch.autograd._profiler_enabled
+
+
+def unobserved(*tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors, all plain ones, would reach the kernel through torch's dispatcher unchanged and unseen: no
+    tracing, no mode, no transform, no profiler. Then a Python function may call the implementation itself: 5 us less."""
+    for t in tensors:
+        if type(t) is not Tensor and t is not None:
+            return False
+    return not (_is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None or _profiling())
+
+
 class Plans(dict):
     """Layouts of a call -> what was decided for them. Bounded: shapes of a server recur, those of a fuzzer do not."""
 

@@ -76,50 +76,81 @@ def _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mas
 _plans = c.Plans()
 
 
+def _plan(arguments, device, target):
+    """What layouts and numbers decide, kept for the calls that repeat them:
+    (function, its last arguments, allocator, sizes and strides of out and of the statistics, backend).
+
+    function(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, *last arguments); None: nothing to do
+    """
+    s_q, h_q, _ = arguments["q"].shape
+    d_v = arguments["d_v"]
+    kernel, backend = dispatch.select("sparse_prefill", device, target, arguments)
+    rest = (
+        c.allocator(device, target is not None and target.backend is not None),
+        ((s_q, h_q, d_v), (h_q * d_v, d_v, 1), (s_q, h_q), (h_q, 1)),
+        backend,
+    )
+    if s_q == 0 or h_q == 0:
+        return None, (), *rest
+    if hasattr(kernel, "prepare"):
+        # A function that is in memory or compiled now: later calls reach it without a look at their arguments.
+        return *kernel.prepare(**arguments, target=target), *rest
+    numbers = {name: arguments[name] for name in ("sm_scale", "d_v", "head_group_size")}
+    launch = reference.sparse_prefill_into if kernel is None else kernel.launch
+
+    def function(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask):
+        launch(
+            out=out, max_logits=max_logits, lse=lse, q=q, kv=kv, indices=indices, attn_sink=attn_sink, topk_length=topk_length,
+            head_group_mask=head_group_mask, **numbers,
+        )  # fmt: skip
+
+    return function, (), *rest
+
+
 def _run(out, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size):
-    c.check_grad(_OP, q, kv, attn_sink, out)
+    if torch.is_grad_enabled():
+        c.check_grad(_OP, q, kv, attn_sink, out)
     layout = c.layout
     device = q.device
     target = dispatch.current_target(device)
     key = (
-        q.dtype, device, q.shape, q.stride(), layout(kv), layout(indices), sm_scale, d_v, layout(attn_sink), layout(topk_length),
-        layout(head_group_mask), head_group_size, layout(out), target,
+        device, q.dtype, q.shape, q.stride(), kv.device, kv.dtype, kv.shape, kv.stride(), indices.device, indices.dtype,
+        indices.shape, indices.stride(), sm_scale, d_v, head_group_size, target, None if attn_sink is None else layout(attn_sink),
+        None if topk_length is None else layout(topk_length), None if head_group_mask is None else layout(head_group_mask),
+        None if out is None else layout(out),
     )  # fmt: skip
     plan = _plans.get(key)
-    if plan is None:
-        _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out)
-    c.check_base(_OP, "q", q)
-    c.check_base(_OP, "kv", kv)
-    if head_group_mask is not None:
-        c.check_base(_OP, "head_group_mask", head_group_mask)
-    arguments = dict(
-        q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
-        head_group_mask=head_group_mask, head_group_size=head_group_size,
-    )  # fmt: skip
-    if out is not None:
-        c.check_base(_OP, "out", out)
-        c.check_written(_OP, {"out": out}, {n: t for n, t in arguments.items() if isinstance(t, Tensor)})
-    if plan is None:
-        s_q, h_q, _ = q.shape
-        plan = _plans[key] = *dispatch.select("sparse_prefill", device, target, arguments), (s_q, h_q), (s_q, h_q, d_v)
-    kernel, backend, stat_shape, out_shape = plan
-    empty = stat_shape[0] == 0 or stat_shape[1] == 0
-    if topk_length is not None and not empty and (c.checking() or (kernel is None and device.type == "cpu")):
+    addresses = q.data_ptr() | kv.data_ptr()
+    if plan is None or addresses & 15 or head_group_mask is not None or out is not None:
+        arguments = dict(
+            q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
+            head_group_mask=head_group_mask, head_group_size=head_group_size,
+        )  # fmt: skip
+        if plan is None:
+            _check(**arguments, out=out)
+        for name, t in (("q", q), ("kv", kv), ("head_group_mask", head_group_mask), ("out", out)):
+            if t is not None:
+                c.check_base(_OP, name, t)
+        if out is not None:
+            c.check_written(_OP, {"out": out}, {n: t for n, t in arguments.items() if isinstance(t, Tensor)})
+    if topk_length is not None and (c.checking() or (target is None and device.type == "cpu")):
         check_topk_length(_OP, topk_length, indices.shape[2])
+    if plan is None:
+        plan = _plans[key] = _plan(arguments, device, target)
+    function, last, allocate, (out_size, out_stride, size, stride), backend = plan
     if out is None:
-        out = torch.empty(out_shape, dtype=q.dtype, device=device)
-    max_logits = torch.empty(stat_shape, dtype=torch.float32, device=device)
-    lse = torch.empty(stat_shape, dtype=torch.float32, device=device)
-    if not empty:
-        if kernel is not None:
-            kernel.launch(**arguments, out=out, max_logits=max_logits, lse=lse)
-        else:
-            reference.sparse_prefill_into(out, max_logits, lse, **arguments)
+        out = allocate(out_size, out_stride, torch.bfloat16)
+    max_logits = allocate(size, stride, torch.float32)
+    lse = allocate(size, stride, torch.float32)
+    if function is not None:
+        function(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, *last)
     dispatch.record(backend)
     return out, max_logits, lse
 
 
 def check_topk_length(op: str, topk_length: Tensor, topk: int) -> None:
+    if topk_length.numel() == 0:
+        return
     low, high = int(topk_length.min()), int(topk_length.max())
     if low < 0 or high > topk:
         c.fail(op, "topk_length", f"lie in [0, topk = {topk}]", f"values from {low} to {high}")
@@ -209,6 +240,10 @@ def sparse_prefill(
     The formula is FlashMLA's sparse prefill (natural-log statistics since January 2026); head_group_mask is its grouped form.
     """
     args = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
-    if out is None:
-        return _default(*args)
-    return out, *_out(*args, out=out)
+    if out is not None:
+        return out, *_out(*args, out=out)
+    # Numbers of other types than the schema's are the dispatcher's to convert or refuse.
+    numbers_fit = type(sm_scale) is float and type(d_v) is int and type(head_group_size) is int
+    if numbers_fit and c.unobserved(q, kv, indices, attn_sink, topk_length, head_group_mask):
+        return _run(None, *args)
+    return _default(*args)

@@ -81,3 +81,28 @@ def test_values_are_checked_before_a_kernel_runs_too(monkeypatch):
             ck.sparse_prefill(i["q"], i["kv"], i["indices"], 0.5, topk_length=torch.tensor([0, 129]).int())
         with pytest.raises(ValueError, match=r"kv_len must lie in \[0, C = 4\]"):
             ck.active_attention(q, k, k, torch.tensor([1, 5]).int())
+
+
+def test_a_python_call_passes_the_dispatcher_wherever_something_watches():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    i = oracles.sparse_inputs(2, 16, 40, 128, 576)
+    call = lambda: ck.sparse_prefill(i["q"], i["kv"], i["indices"], 0.5)  # noqa: E731
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    want = call()
+    with Watch():
+        got = call()
+    assert seen[0] == "cute_kernels.sparse_prefill_fwd.default"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    assert "cute_kernels::sparse_prefill_fwd" in {event.key for event in profile.key_averages()}
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = ck.sparse_prefill(*(mode.from_tensor(i[name]) for name in ("q", "kv", "indices")), 0.5)
+    assert all(isinstance(t, torch._subclasses.FakeTensor) for t in fake)
+    assert all(torch.equal(a, b) for a, b in zip(want, got))

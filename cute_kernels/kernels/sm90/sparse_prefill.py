@@ -127,6 +127,26 @@ def _function(config: Config, target: Any) -> Any:
     return function
 
 
+def prepare(
+    *,
+    q: Tensor,
+    sm_scale: float,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    head_group_mask: Tensor | None,
+    head_group_size: int,
+    target: Any,
+    **_: Any,
+) -> tuple[Any, tuple]:
+    """(function, last): function(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, *last) runs the
+    kernel on the current stream, for all arguments of these layouts and numbers. q has at least one row and head."""
+    config = config_of(q, sm_scale, attn_sink, topk_length, head_group_mask, head_group_size)
+    # A persistent grid saves 2.3 us per row of a CTA (4 % at topk 2048), but deals rows out without a look at their lengths: with
+    # lengths uniform in [0, 2048], one CTA per row was 7 to 10 % faster on an H200. Grouped lists have nearly equal lengths.
+    max_ctas = MAX_GRID if config.has_length and not config.has_mask else target.num_sms
+    return _function(config, target), (float(sm_scale), head_group_size.bit_length() - 1, max_ctas)
+
+
 def launch(
     *,
     q: Tensor,
@@ -145,12 +165,8 @@ def launch(
     """Write out, max_logits and lse on the current stream of q's device. Arguments as in cute_kernels.sparse_prefill, checked."""
     if q.shape[0] == 0 or q.shape[1] == 0:
         return
-    target = current_target(q.device)
-    config = config_of(q, sm_scale, attn_sink, topk_length, head_group_mask, head_group_size)
-    # A persistent grid saves 2.3 us per row of a CTA (4 % at topk 2048), but deals rows out without a look at their lengths: with
-    # lengths uniform in [0, 2048], one CTA per row was 7 to 10 % faster on an H200. Grouped lists have nearly equal lengths.
-    max_ctas = MAX_GRID if config.has_length and not config.has_mask else target.num_sms
-    _function(config, target)(
-        q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, float(sm_scale),
-        head_group_size.bit_length() - 1, max_ctas,
+    function, last = prepare(
+        q=q, sm_scale=sm_scale, attn_sink=attn_sink, topk_length=topk_length, head_group_mask=head_group_mask,
+        head_group_size=head_group_size, target=current_target(q.device),
     )  # fmt: skip
+    function(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, *last)
