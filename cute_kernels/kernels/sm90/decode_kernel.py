@@ -309,11 +309,13 @@ class DecodeKernel:
 
     @cute.jit
     def _split(
-        self, kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, split_end, end, last, new_start, scale, cap_log2, window_left,
-        g, t, lane, warp,
+        self, kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, split_end, end, last, new_start, scale, cap_log2,
+        window_left, g, t, lane, warp,
     ):  # fmt: skip
-        """This warp's keys of [begin, split_end), none past `end`; the ring is kept filled up to `end`. Returns O, maxima, sums
-        (of this lane's keys) and the slots in turn."""
+        """This warp's keys of [begin, split_end), none past `end`; the ring is kept filled up to `end`.
+
+        Returns O, maxima, sums (of this lane's keys) and the slots in turn.
+        """
         nt, n = self.nt, self.stages
         first = begin + 16 * warp
         steps = cutlass.max(0, (cutlass.min(split_end, end) - first + (self.tile - 1)) // self.tile)
