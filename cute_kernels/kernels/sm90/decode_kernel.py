@@ -303,8 +303,8 @@ class DecodeKernel:
             else:
                 count = self._count(keys, size)
             self._merge_rows(
-                out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, chunk, row_tile, row0, n_rows,
-                count,
+                out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, chunk, row_tile, row0,
+                n_rows, count,
             )  # fmt: skip
 
     @cute.jit
