@@ -1,4 +1,4 @@
-"""attn_implementation="cute_kernels" in transformers: small random models against the unmodified ones, static and dynamic caches."""
+"""attn_implementation="cute_kernels" in transformers: small random models against the unmodified ones, both kinds of cache."""
 
 import importlib.util
 import warnings
@@ -27,7 +27,9 @@ KINDS = {
         {"sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 50,
          "tie_word_embeddings": False}, "eager",
     ),
-    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "eager"),
+    "gpt_oss": (
+        "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "eager",
+    ),
 }  # fmt: skip
 
 
