@@ -27,14 +27,15 @@ EVEN_CTA = -0x1000001
 
 
 def _one(text: str, arguments: list) -> None:
-    """A block of instructions run by the whole warp, in which the predicate `one` is true for one thread, always the same.
+    """Instructions for one thread of the warp, always the same; the whole warp comes by.
 
     The tensor core and TMA take their operands in uniform registers. Where the warp runs together, ptxas knows addresses to be
-    uniform; in a branch for one thread it emits a loop over the lanes around every instruction (seen in SASS: 14 instructions per
-    tcgen05.mma, more than its 33 cycles).
+    uniform; in a role run by a single thread, or under a predicate instead of a branch, it loops over the lanes around every
+    instruction (SASS: BRA.U.ANY, 14 instructions per tcgen05.mma and more than its 33 cycles). A test counts those loops: none.
     """
     cute.arch.inline_ptx(
-        "{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\t@!one bra skip;\n\t" + text.replace("@one ","") + "\nskip:\n\t}", read_only_args=arguments
+        "{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\t@!one bra skip;\n\t" + text + "\nskip:\n\t}",
+        read_only_args=arguments,
     )
 
 
@@ -57,21 +58,21 @@ def wait(address: Int32, parity: Int32) -> None:
 
 def arrive(address: Int32) -> None:
     """One thread of the warp arrives."""
-    _one("@one mbarrier.arrive.shared::cta.b64 _, [{$r0}];", [address])
+    _one("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", [address])
 
 
 def arrive_even(address: Int32) -> None:
     """One thread of the warp arrives on the barrier of the pair's even CTA."""
     _one(
         ".reg .b32 even;\n\tmapa.shared::cluster.u32 even, {$r0}, 0;\n\t"
-        "@one mbarrier.arrive.shared::cluster.b64 _, [even];",
+        "mbarrier.arrive.shared::cluster.b64 _, [even];",
         [address],
     )
 
 
 def expect(address: Int32, size: int) -> None:
     """One thread of the warp arrives and announces `size` bytes."""
-    _one(f"@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [{{$r0}}], {size};", [address])
+    _one(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [{{$r0}}], {size};", [address])
 
 
 def pair_barrier(name: Int32) -> None:
@@ -143,7 +144,7 @@ def mma_ts(d: Int32, a: Int32, b_low: Int32, kind: int, steps: list[tuple[int, i
     for i, (a_offset, b_offset, b_high) in enumerate(steps):
         text += (
             f"\n\tadd.u32 a, {{$r1}}, {a_offset};\n\tadd.u32 lo, {{$r2}}, {b_offset >> 4};\n\tmov.b64 b, {{lo, {b_high}}};"
-            f"\n\t@one tcgen05.mma.cta_group::2.kind::f16 [{{$r0}}], [a], b, kind, {'more' if i else 'first'};"
+            f"\n\ttcgen05.mma.cta_group::2.kind::f16 [{{$r0}}], [a], b, kind, {'more' if i else 'first'};"
         )
     _one(text, [d, a, b_low])
 
@@ -157,7 +158,7 @@ def mma_ss(d: Int32, a_low: Int32, a_high: int, b_low: Int32, b_high: int, kind:
         text += (
             f"\n\tadd.u32 lo, {{$r1}}, {a_offset >> 4};\n\tmov.b64 a, {{lo, {a_high}}};"
             f"\n\tadd.u32 lo, {{$r2}}, {b_offset >> 4};\n\tmov.b64 b, {{lo, {b_high}}};"
-            f"\n\t@one tcgen05.mma.cta_group::2.kind::f16 [{{$r0}}], a, b, kind, {'more' if i else 'first'};"
+            f"\n\ttcgen05.mma.cta_group::2.kind::f16 [{{$r0}}], a, b, kind, {'more' if i else 'first'};"
         )
     _one(text, [d, a_low, b_low, accumulate])
 
@@ -169,7 +170,7 @@ def tmem_copy(column: Int32, low: Int32, steps: list[tuple[int, int, int]]) -> N
     for column_offset, offset, high in steps:
         text += (
             f"\n\tadd.u32 d, {{$r0}}, {column_offset};\n\tadd.u32 lo, {{$r1}}, {offset >> 4};\n\tmov.b64 s, {{lo, {high}}};"
-            "\n\t@one tcgen05.cp.cta_group::2.128x256b [d], s;"
+            "\n\ttcgen05.cp.cta_group::2.128x256b [d], s;"
         )
     _one(text, [column, low])
 
@@ -178,7 +179,7 @@ def commit(barrier: Int32) -> None:
     """Arrive on this barrier of both CTAs when everything given to the tensor core so far is done."""
     _one(
         f".reg .b16 both;\n\tmov.b16 both, {PAIR};\n\t"
-        "@one tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [{$r0}], both;",
+        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [{$r0}], both;",
         [barrier],
     )
 
@@ -199,7 +200,7 @@ def gather_rows(dst: Int32, desc: Int64, column: Int32, rows: list[Int32], barri
     text = ".reg .b32 dst, column;"
     for i in range(boxes):
         text += (
-            f"\n\tadd.u32 dst, {{$r0}}, {i * TILE};\n\tadd.u32 column, {{$r2}}, {64 * i};\n\t@one cp.async.bulk.tensor.2d."
+            f"\n\tadd.u32 dst, {{$r0}}, {i * TILE};\n\tadd.u32 column, {{$r2}}, {64 * i};\n\tcp.async.bulk.tensor.2d."
             "shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint [dst], "
             "[{$r1}, {column, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}], {$r8};"
         )
@@ -209,7 +210,7 @@ def gather_rows(dst: Int32, desc: Int64, column: Int32, rows: list[Int32], barri
 def load_box(dst: Int32, desc: Int64, column: Int32, head: Int32, row: Int32, barrier: Int32, policy: Int64) -> None:
     """A box of Q (columns, heads) of query row `row`, counted by `barrier`; absent heads are zeros."""
     _one(
-        "@one cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
+        "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
         "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}}], [{$r5}], {$r6};",
         [dst, desc, column, head, row, barrier, policy],
     )

@@ -115,7 +115,7 @@ class SparsePrefillSm100(Producer, Mma, Softmax):
     ):
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
-        cta = cute.arch.block_idx()[0] & 1
+        cta = cute.arch.block_idx()[0] & 1  # ptxas does not know %cluster_ctarank to be uniform
         pair = cute.arch.cluster_idx()[0]
         s_q, h_q = mQ.shape[0], mQ.shape[1]
         at = self.at
