@@ -9,6 +9,7 @@ results do not depend on the order of summation. ``python tests/emulator/test_da
 import ctypes
 import itertools
 import os
+import subprocess
 import sys
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 from cute_kernels.emulator.datapath import formats, mma_sync, wgmma
 from cute_kernels.emulator.datapath.descriptors import encode_smem_desc
+from cute_kernels.emulator.datapath.errors import IllegalOperand
 from cute_kernels.emulator.datapath.tensormap import DTYPES, TensorMap
 from cute_kernels.emulator.datapath.tma import plan_tile
 
@@ -336,7 +338,9 @@ pytestmark = pytest.mark.gpu
 SIZES = {name: bits // 8 for name, (_, _, bits) in DTYPES.items() if bits >= 8}
 
 
-def random_map(rng, dtype: str, swizzle: str, rank: int, oob: str = "zero") -> tuple[np.ndarray, TensorMap, list[int]]:
+def random_map(
+    rng, dtype: str, swizzle: str, rank: int, oob: str = "zero", store: bool = False
+) -> tuple[np.ndarray, TensorMap, list[int]]:
     """A random buffer, a legal random map on it (address filled in later) and random, often out-of-range coordinates."""
     size = SIZES[dtype]
     span = {"none": 256, "32B": 32, "64B": 64, "128B": 128}[swizzle]
@@ -355,7 +359,8 @@ def random_map(rng, dtype: str, swizzle: str, rank: int, oob: str = "zero") -> t
         stride = -(-total // 16) * 16 + 16 * int(rng.integers(0, 3))
         strides.append(stride)
         total = stride * d
-    coords = [int(rng.integers(-b, d + 1)) for b, d in zip(box, dims)]
+    coords = [int(rng.integers(0 if store else -b, d + 1)) for b, d in zip(box, dims)]
+    coords[0] -= coords[0] % (16 // size)  # elsewhere, and below 0 in a store, the hardware reports an illegal instruction
     data = rng.integers(0, 256, -(-total // 16) * 16, dtype=np.uint8)
     return data, TensorMap(0, dtype, tuple(dims), tuple(strides), tuple(box), tuple(steps), "none", swizzle, oob), coords
 
@@ -418,6 +423,35 @@ def test_tma_load(gpu, dtype, swizzle, rank):
         assert np.array_equal(got, smem[1024 : 1024 + IMAGE]), (t.explain(), coords, off)
 
 
+FAULTS = {"load between 16 bytes": ((-1, 0), False), "store between 16 bytes": ((3, 0), True), "store left of 0": ((-8, 0), True),
+          "store above 0": ((0, -3), True)}
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_boxes_that_fault(gpu, name):
+    """What plan_tile refuses ends a kernel with CUDA error 715. In a process of its own, since that loses the context."""
+    coords, store = FAULTS[name]
+    code = f"""
+import ctypes, sys
+sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
+import numpy as np, test_datapath_gpu as t
+g = t.Gpu()
+data, image = g.upload(np.zeros(8192, np.uint8)), g.upload(np.zeros(t.IMAGE, np.uint8))
+tmap = t.TensorMap(data, "bf16", (64, 64), (128,), (64, 8), (1, 1))
+args = [ctypes.c_int32(c) for c in ({coords[0]}, {coords[1]}, 0, 0, 0)]
+ptx, tail = (t.tma_store_ptx(2, None), []) if {store} else (t.tma_load_ptx(2), [ctypes.c_uint32(1024)])
+try:
+    g.launch(ptx, g.encode(tmap), ctypes.c_uint64(image), *args, ctypes.c_uint32(0), *tail)
+except AssertionError as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "returned 715" in ran.stdout, ran.stdout + ran.stderr
+    with pytest.raises(IllegalOperand, match="coordinates"):
+        tmap = TensorMap(1 << 20, "bf16", (64, 64), (128,), (64, 8), (1, 1))
+        plan_tile(tmap, coords, 1024, direction="store" if store else "load")
+
+
 @pytest.mark.parametrize("dtype,swizzle,rank", CASES)
 @pytest.mark.parametrize("reduce", [None, "add"])
 def test_tma_store_and_reduce(gpu, dtype, swizzle, rank, reduce):
@@ -426,7 +460,7 @@ def test_tma_store_and_reduce(gpu, dtype, swizzle, rank, reduce):
     ptx = tma_store_ptx(rank, reduce)
     for seed in range(4):
         rng = np.random.default_rng([len(dtype), rank, seed, 7])
-        data, t, coords = random_map(rng, dtype, swizzle, rank)
+        data, t, coords = random_map(rng, dtype, swizzle, rank, store=True)
         image = rng.integers(0, 256, IMAGE, dtype=np.uint8)
         if reduce and dtype in ("bf16", "f32"):  # finite values whose sums round
             for x in (data, image):

@@ -78,13 +78,13 @@ CASES = [
     ((70, 72), "uint16", (16, 64), (32, 0), (1, 1), "128B", 1024),
     ((70, 72), "uint16", (16, 64), (60, 16), (1, 1), "128B", 2048 + 128),
     ((70, 72), "uint16", (16, 32), (-3, 56), (1, 1), "64B", 1024 + 256),
-    ((70, 72), "uint16", (16, 16), (69, -5), (1, 1), "32B", 1024 + 128),
+    ((70, 72), "uint16", (16, 16), (69, -8), (1, 1), "32B", 1024 + 128),
     ((70, 64), "uint32", (9, 32), (63, 40), (1, 1), "128B_32B-atom", 1024),
     ((70, 64), "uint32", (9, 32), (-1, -8), (1, 1), "128B_64B-atom", 1024),
     ((70, 72), "uint16", (16, 64), (200, 0), (1, 1), "128B", 1024),
     ((70, 72), "uint16", (16, 64), (0, 72), (1, 1), "128B", 1024),
     ((40, 64), "uint16", (24, 64), (1, 0), (3, 1), "128B", 1024),
-    ((40, 64), "uint16", (25, 8), (-2, 60), (4, 1), "none", 1024),
+    ((40, 64), "uint16", (25, 8), (-2, 56), (4, 1), "none", 1024),
     ((5, 6, 32), "float32", (2, 3, 16), (4, -1, 24), (1, 1, 1), "64B", 1024),
     ((3, 4, 5, 16), "uint8", (2, 3, 4, 16), (2, 2, 3, 0), (1, 2, 1, 1), "none", 1024),
     ((2, 3, 4, 5, 64), "uint16", (2, 1, 3, 2, 64), (1, 2, -1, 4, 0), (1, 1, 2, 1, 1), "128B", 3072),
@@ -110,7 +110,8 @@ def test_load_and_store_tile(shape, dtype, box, coords, steps, mode, start):
         covered[s : s + n] = True
     assert covered.sum() == linear.size and np.all(smem[~covered] == 0xEE)
 
-    # Store: only in-range elements change, and they take the tile's values.
+    # Store: only in-range elements change, and they take the tile's values. It takes no coordinate below 0.
+    coords = [max(c, 0) for c in coords]
     fresh = random_array(want_tile.shape, dtype, seed=5)
     smem = place(fresh.reshape(-1).view(np.uint8), start, mode, 8192)
     target = array.copy()
@@ -227,6 +228,10 @@ def test_illegal_maps_and_plans():
         (lambda: plan_tile(good, [0, 0], 1040), "128-byte"),
         (lambda: plan_tile(good, [0, 0], 228 * 1024 - 512), "pass the end"),
         (lambda: plan_tile(good, [0, 0], 1024, mode="im2col"), "no im2col"),
+        (lambda: plan_tile(good, [3, 0], 1024), "multiple of 16 bytes"),
+        (lambda: plan_tile(good, [-1, 0], 1024), "multiple of 16 bytes"),
+        (lambda: plan_tile(good, [-8, 0], 1024, direction="store"), "none below 0"),
+        (lambda: plan_tile(good, [0, -1], 1024, direction="reduce"), "none below 0"),
         (lambda: plan_tile(good, [0, 0, 1, 2, 3], 1024, mode="gather4"), "extent of 1"),
     ]:
         with pytest.raises(IllegalOperand, match=match):

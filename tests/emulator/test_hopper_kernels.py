@@ -40,7 +40,7 @@ WRONG = {
     "swizzle mode of a descriptor": ("bf16 n64 A K 128B", "or.b64 %desc_a, %wide, 0x40", "or.b64 %desc_a, %wide, 0x80"),
     "K step of an operand": ("bf16 n64 A K 128B", "add.u64 %db, %desc_b, 4;", "add.u64 %db, %desc_b, 2;"),
     "major of an operand": ("bf16 n64 A K 128B", "%da, %db, %more, 1, 1, 0, 0;", "%da, %db, %more, 1, 1, 0, 1;"),
-    "box moved by one": ("tma_window", "add.s32 %e0, %c0, 7", "add.s32 %e0, %c0, 8"),
+    "box moved by one": ("tma_window", "add.s32 %e1, %c1, 8", "add.s32 %e1, %c1, 9"),
     "mask of the last keys": ("attention", "setp.gt.s32 %q, %left, 1", "setp.gt.s32 %q, %left, 3"),
 }
 

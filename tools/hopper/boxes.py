@@ -36,9 +36,10 @@ def tma_window(swizzle: str, dtype: str = "u16", rank: int = 2, add: bool = Fals
     size = {"u16": 2, "bf16": 2, "f32": 4, "u8": 1}[dtype]
     inner = {"none": 48, "32B": 32, "64B": 64, "128B": 128}[swizzle] // size
     box = ((3,) if rank == 3 else ()) + (24, inner)
-    shift, back = ((1,) if rank == 3 else ()) + (5, inner // 2 + 1), ((2,) if rank == 3 else ()) + (3, 7)
-    grid = [2 if k == 0 and rank == 3 else 3 for k in range(rank)]
     pitch = 16 // size
+    half = inner // 2 // pitch * pitch  # a column off a multiple of 16 bytes ends the kernel, as does a store from below 0
+    shift, back = ((1,) if rank == 3 else ()) + (5, half), ((2,) if rank == 3 else ()) + (8, half + pitch)
+    grid = [2 if k == 0 and rank == 3 else 3 for k in range(rank)]
     shape = tuple(int(2.3 * b) for b in box[:-1]) + (-(-int(2.4 * inner) // pitch) * pitch,)
     kind = {1: np.uint8, 2: np.uint16, 4: np.float32}[size]
     width = shape[-1] - 3  # the last columns belong to the rows' pitch, not to the tensor

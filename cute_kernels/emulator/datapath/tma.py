@@ -239,7 +239,8 @@ def plan_tile(
         TmaPlan. Nothing is read or written yet.
 
     Raises:
-        IllegalOperand: illegal mode, coordinate count, alignment, or an unsupported map (im2col, interleave, 6-bit).
+        IllegalOperand: illegal mode, coordinate count, alignment (also of the innermost coordinate), a store below 0, or
+            an unsupported map (im2col, interleave, 6-bit).
     """
     granules, rows, row_bytes = _geometry(tmap, smem_offset, mode, direction)
     bits = tmap.element_bits
@@ -266,6 +267,11 @@ def plan_tile(
         ok = (position >= 0) & (position < tmap.dims[1])
         inside = None if ok.all() else ok
     column = int(coords[0])
+    # Seen on an H200, written nowhere: these two end the kernel with "illegal instruction" (test_datapath_gpu.py).
+    if column * bits % 128:
+        raise IllegalOperand("coordinates", tuple(coords), "the innermost one must fall on a multiple of 16 bytes")
+    if direction != "load" and mode == "tile" and any(int(c) < 0 for c in coords):
+        raise IllegalOperand("coordinates", tuple(coords), "a store or a reduction takes none below 0")
     low, high = max(column, 0), min(column + tmap.box[0], tmap.dims[0])
     if high <= low:
         count = skip = 0
