@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..ptx.defined import maybe_unwritten, uses_and_defs
 from ..ptx.flatten import Flat, flatten, registers, targets_of
+from ..ptx import wgmma_registers
 from ..ptx.ir import Instr, Mem, Module, PtxError, Reg, UnsupportedInstruction, Vec
 from .emit import REGISTER_ONLY, Emitter
 from .optable import OPS, classify
@@ -93,6 +94,7 @@ class Program:
         for i in self.suspects:
             if self.flat.instrs[i].base in _PURE:
                 self.tracked.update(registers(self.flat.instrs[i].operands[0]))
+        self.in_flight, self.unfenced = wgmma_registers.analyse(self.flat) if checking else ({}, set())
         self.items: list[Item] = []
         self._decode()
         self.nitems = len(self.items)
@@ -147,6 +149,8 @@ class Program:
                 item.pred, item.neg = item.ins.pred.index, item.ins.pred_neg
             if self.tracked and item.kind != CODE:
                 item.suspects, item.marks = self.track_item(item)
+            if item.kind == BLOCKING and (item.ins.index in self.in_flight or item.ins.index in self.unfenced):
+                item.fn = self._check_registers(item)
 
     def decode(self, ins: Instr):
         """(item kind, implementation or None). Raises UnsupportedInstruction."""
@@ -171,6 +175,21 @@ class Program:
             return CODE, None
         raise UnsupportedInstruction(f"unsupported instruction {ins.op}", ins.line)
 
+    def _check_registers(self, item: Item):
+        """A blocking instruction that may touch registers of a wgmma in flight, or a wgmma with no fence before it."""
+        fn, access = item.fn, self.in_flight.get(item.ins.index)
+
+        def checked(w, s, m, ins):
+            if access is not None:
+                w.check_in_flight(*access, ins)
+            else:
+                w.machine.report(
+                    "wgmma-fence", w, ins, "uses registers that other instructions accessed, with no wgmma.fence after"
+                )
+            return fn(w, s, m, ins)
+
+        return checked
+
     def _bind(self, ins: Instr, fn):
         self.emitter.globals[f"f{ins.index}"] = fn
         self.emitter.globals[f"i{ins.index}"] = ins
@@ -185,6 +204,11 @@ class Program:
             if self.tracked:
                 before, after = self._track(ins)
                 body += before
+            access = self.in_flight.get(ins.index)
+            if access is not None:
+                em.globals[f"i{ins.index}"] = ins
+                em.globals[f"g{ins.index}"] = access
+                body.append(f"w.check_in_flight(*g{ins.index}, i{ins.index})")
             if ins.base in OPS:
                 call = f"f{ins.index}(w, {{}}, i{ins.index})"
                 if ins.pred is not None:

@@ -7,6 +7,7 @@ from collections import deque
 import numpy as np
 
 from ..ptx.ir import Var
+from ..ptx.wgmma_registers import operand_registers
 from .clocks import Shadow
 from .hazards import EmulationError
 
@@ -275,6 +276,19 @@ class Warp:
             if (m & ~self._flags(key)).any():
                 name = {"w": "32-bit", "d": "64-bit", "h": "16-bit", "p": "predicate", "q": "128-bit"}[key[0]]
                 self.machine.report("uninitialised-register", self, ins, f"uses a {name} register nothing wrote")
+
+    def check_in_flight(self, reads, writes, ins) -> None:
+        """Registers that no wgmma.wait_group has freed for other instructions (candidates: see ptx.wgmma_registers)."""
+        for o in [o for group, _ in self.wg_groups for o in group] + self.wg_open:
+            d, a = operand_registers(o.ins)
+            wrong = next((r for r in reads if r in d), None)
+            verb = "reads" if wrong is not None else "writes"
+            wrong = wrong or next((r for r in writes if r in d or r in a), None)
+            if wrong is not None:
+                self.machine.report(
+                    "wgmma-register", self, ins, f"{verb} {wrong.name}, which a wgmma.mma_async in flight uses", other_line=o.ins.line
+                )
+                return
 
     def mark_written(self, keys, m) -> None:
         for key in keys:
