@@ -101,9 +101,15 @@ def sliced_class(base):
     return SlicedAttention
 
 
-def prepare(model, variant: str):
+class Length:
+    """The slice's length, for the layers of one pass."""
+
+    value: int | None = None
+
+
+def prepare(model, variant: str) -> Length:
     """`model` as one of the variants; returns the holder of the slice's length."""
-    length = SimpleNamespace(value=None)
+    length = Length()
     if variant == "ours":
         from cute_kernels.integrations.fish_speech import use_active_attention
 

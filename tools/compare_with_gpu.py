@@ -152,6 +152,15 @@ def unequal(a: np.ndarray, b: np.ndarray) -> int:
     return int((a.view(bits) != b.view(bits)).sum())
 
 
+def first_difference(got: np.ndarray, want: np.ndarray) -> str:
+    """Where two arrays of one dtype first differ in a bit, and in what."""
+    bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[got.itemsize]
+    a, b = np.ascontiguousarray(got).view(bits).ravel(), np.ascontiguousarray(want.astype(got.dtype)).view(bits).ravel()
+    at = np.flatnonzero(a != b)
+    shown = ", ".join(f"[{i}] {a[i]:#x} for {b[i]:#x}" for i in at[:4])
+    return f"{len(at)} of {a.size} differ: {shown}"
+
+
 def row(case: hopper.Case, gpu: Gpu | None, schedule: str, seed: int) -> dict:
     """Everything the table shows about one case."""
     ours = fresh(case)
@@ -169,6 +178,7 @@ def row(case: hopper.Case, gpu: Gpu | None, schedule: str, seed: int) -> dict:
         made["unequal"] = sum(unequal(b, a) for b, a, _ in pairs)
         made["gpu-emulator"] = max(distance(*p) for p in pairs)
         made["gpu-numpy"] = max(distance(*o) for o in theirs.want)
+        made["first"] = "; ".join(first_difference(a, want) for a, want, t in theirs.want if distance(a, want, t) > 1)
     worst = max(v for k, v in made.items() if k in ("emulator-numpy", "gpu-emulator", "gpu-numpy"))
     made["ok"] = worst <= 1 and not record.hazards
     return made
@@ -212,6 +222,8 @@ def main() -> int:
             f"{made['hazards']:7d}{flag}",
             flush=True,
         )
+        if made.get("first"):
+            print(f"    GPU against NumPy: {made['first']}")
     if args.csv:
         with open(args.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]))
