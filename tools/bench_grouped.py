@@ -11,22 +11,28 @@ import time
 
 import torch
 from sparse_cases import differences, reference
-from sparse_timing import flash_mla, neighbouring_lists, report, sglang, time_interleaved
+from sparse_timing import flash_mla, lists, neighbouring_lists, report, sglang, time_interleaved
 
 import cute_kernels as ck
 
 TOKENS, TOPK, D_QK, SCALE = 21000, 2048, 576, 192**-0.5
 SWAPPED = round(TOPK * 0.0245)  # keys a token does not share with its neighbour, as published for real prompts
-LISTS = {"neighbouring": SWAPPED, "unrelated": TOPK + 7}
+LISTS = ("neighbouring", "random")
 # heads -> group sizes that are timed: all that fit
 GROUPS = {64: (1, 2), 32: (1, 2, 4), 16: (1, 2, 4, 8), 8: (4, 8), 4: (8,)}
 
 
-def inputs(heads: int, kind: str, s_kv: int, tokens: int = TOKENS) -> dict:
+def index_lists(kind: str, s_kv: int) -> torch.Tensor:
+    if kind == "neighbouring":
+        return neighbouring_lists(TOKENS, TOPK, s_kv, SWAPPED)
+    return lists(TOKENS, s_kv, TOPK, torch.Generator(device="cuda").manual_seed(2))[:, None]
+
+
+def inputs(heads: int, kind: str, s_kv: int) -> dict:
     g = torch.Generator(device="cuda").manual_seed(1)
-    q = torch.randn((tokens, heads, D_QK), device="cuda", generator=g).bfloat16()
+    q = torch.randn((TOKENS, heads, D_QK), device="cuda", generator=g).bfloat16()
     kv = torch.randn((s_kv, 1, D_QK), device="cuda", generator=g).bfloat16()
-    return dict(q=q, kv=kv, indices=neighbouring_lists(tokens, TOPK, s_kv, LISTS[kind]), sm_scale=SCALE)
+    return dict(q=q, kv=kv, indices=index_lists(kind, s_kv), sm_scale=SCALE)
 
 
 def wrong(results: tuple, args: dict, rows: torch.Tensor) -> str:
@@ -38,8 +44,8 @@ def wrong(results: tuple, args: dict, rows: torch.Tensor) -> str:
 
 def group_topk_times(writer) -> None:
     for s_kv in (TOKENS, 131072):
-        for kind, step in LISTS.items():
-            indices = neighbouring_lists(TOKENS, TOPK, s_kv, step)
+        for kind in LISTS:
+            indices = index_lists(kind, s_kv)
             functions = {
                 "padding unwritten, G 4": lambda i=indices, n=s_kv: torch.ops.cute_kernels.group_topk.unpadded(i, n, 4),
                 "padding unwritten, G 8": lambda i=indices, n=s_kv: torch.ops.cute_kernels.group_topk.unpadded(i, n, 8),

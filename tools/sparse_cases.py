@@ -31,12 +31,14 @@ class Case:
     scale: float = 0.5
     gain: float = 1.0  # factor on q: large logits move the running maximum
     strided: bool = False
+    unique: bool = False  # slots that s_kv distinct keys cannot fill list something outside [0, s_kv)
+    invalid_rows: float = 0.0  # share of rows that list one invalid value alone
     seed: int = 0
     extra: dict = field(default_factory=dict)
 
     def name(self) -> str:
         flags = [f for f in ("length", "bad", "nan") if getattr(self, f)]
-        flags += [f for f in ("sink", "empty_rows", "empty_blocks", "strided") if getattr(self, f)]
+        flags += [f for f in ("sink", "empty_rows", "empty_blocks", "strided", "unique", "invalid_rows") if getattr(self, f)]
         flags += [f"group{self.group}"] if self.group else []
         flags += [f"scale{self.scale}"] if self.scale != 0.5 else []
         flags += [f"gain{self.gain}"] if self.gain != 1.0 else []
@@ -65,6 +67,13 @@ def make(case: Case, device: str = "cuda") -> dict:
     idx = torch.argsort(rand(case.s_q, max(case.s_kv, case.topk)), dim=1)[:, : case.topk] % case.s_kv
     idx = idx.to(torch.int32)
     garbage = torch.tensor([x if x else case.s_kv for x in GARBAGE], device=device, dtype=torch.int32)
+    if case.unique and case.topk > case.s_kv:
+        order = torch.argsort(rand(case.s_q, case.topk), dim=1)
+        filled = garbage[torch.randint(0, 8, idx.shape, device=device, generator=g)]
+        idx = torch.where(order < case.s_kv, order.to(torch.int32), filled)
+    if case.invalid_rows:
+        one = garbage[torch.randint(0, 8, (case.s_q, 1), device=device, generator=g)]
+        idx = torch.where(rand(case.s_q, 1) < case.invalid_rows, one, idx)
     if case.bad:
         wrong = garbage[torch.randint(0, 8, idx.shape, device=device, generator=g)]
         idx = torch.where(rand(*idx.shape) < case.bad, wrong, idx)
