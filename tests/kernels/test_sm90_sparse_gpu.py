@@ -1,4 +1,4 @@
-"""The Hopper sparse prefill kernel on a GPU at length: FlashMLA's test grid, FlashMLA itself, fuzz, 2**31 elements, graphs, streams,
+"""The Hopper sparse prefill kernel on a GPU at length: FlashMLA's grid, FlashMLA itself, fuzz, 2**31 elements, graphs, streams,
 processes, compute-sanitizer."""
 
 from __future__ import annotations
