@@ -47,23 +47,29 @@ class Case:
 
 
 def ours(case, device_length=False, **changes):
+    """The operator; with changes, the decode kernel's variant with these fields."""
+    import cute_kernels
+    from cute_kernels.jit import current_target
     from cute_kernels.kernels.sm90 import decode
 
     kv_len = case.lengths if device_length else case.length
-    variant = decode.choose(case.q[0], case.k[0], case.v[0], kv_len, True, -1, 0.0, None, None, None)._replace(**changes)
+    if not changes:
+        return lambda i: cute_kernels.active_attention(case.q[i], case.k[i], case.v[i], kv_len)[0]
+    q, k, v = case.q[0], case.k[0], case.v[0]
+    options = dict(causal=True, window_left=-1, softcap=0.0, attn_sink=None, k_new=None, v_new=None)
+    variant = decode.choose(q, k, v, kv_len, *options.values())._replace(**changes)
+    run = decode.prepare(
+        target=current_target(q.device), variant=variant, q=q, k_cache=k, v_cache=v, kv_len=kv_len, sm_scale=case.a.dim**-0.5,
+        **options,
+    )  # fmt: skip
 
     def call(i):
-        return decode.active_attention_decode(case.q[i], case.k[i], case.v[i], kv_len, variant=variant if changes else None)[0]
+        out = torch.empty(case.batch, case.q_len, case.a.heads, case.a.dim, dtype=q.dtype, device=q.device).transpose(1, 2)
+        lse = torch.empty(case.batch, case.a.heads, case.q_len, device=q.device)
+        run(case.q[i], case.k[i], case.v[i], kv_len, None, None, None, out, lse)
+        return out
 
     return call
-
-
-def operator(case, device_length=False):
-    """The public operator, with its argument checks and dispatch: for host times."""
-    import cute_kernels
-
-    kv_len = case.lengths if device_length else case.length
-    return lambda i: cute_kernels.active_attention(case.q[i], case.k[i], case.v[i], kv_len)[0]
 
 
 def sdpa(case):
@@ -234,7 +240,6 @@ def main():
     p.add_argument("--replays", type=int, default=10)
     p.add_argument("--sweep", help="variants of ours: FIELD=N,FIELD=N;... (fields of decode.Variant, and device=1)")
     p.add_argument("--host", action="store_true", help="also measure the host time of one eager call")
-    p.add_argument("--operator", action="store_true", help="with --host: also the public operator")
     p.add_argument("--csv")
     p.add_argument("--plot")
     a = p.parse_args()
@@ -257,8 +262,6 @@ def main():
             rows.append(dict(common, name=name, device_us=round(t, 3), host_us=""))
         if a.host:
             hosts = {name: host_time(call, case.n) for name, call in calls.items() if "[" not in name}
-            if a.operator:
-                hosts["operator"] = host_time(operator(case), case.n)
             print("    host: " + "  ".join(f"{name} {t:.1f}" for name, t in hosts.items()), flush=True)
             for row in rows[-len(times) :]:
                 row["host_us"] = round(hosts[row["name"]], 2) if row["name"] in hosts else ""

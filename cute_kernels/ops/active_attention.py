@@ -74,54 +74,86 @@ def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 _plans = c.Plans()
 
 
+def _plan(op, arguments, device, target):
+    """What layouts, numbers and options decide, kept for the calls that repeat them:
+    (function, allocator, sizes and strides of out and lse, bytes that each tensor spans, whether to look at lengths, backend).
+
+    function(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse); None: nothing to do
+    """
+    q, kv_len = arguments["q"], arguments["kv_len"]
+    b, h_q, s, d = q.shape
+    kernel, backend = dispatch.select(_OP, device, target, arguments)
+    # out: a contiguous [B, S, Hq, D] seen as [B, Hq, S, D]
+    outputs = (b, h_q, s, d), (s * h_q * d, d, h_q * d, 1), (b, h_q, s), (h_q * s, s, 1)
+    extents = [c.extent_bytes(arguments[name]) for name in _MEMORY] if op == _APPEND else None
+    look = isinstance(kv_len, Tensor) and (c.checking() or (kernel is None and device.type == "cpu"))
+    rest = c.allocator(device, target is not None and target.backend is not None), outputs, extents, look, backend
+    if q.numel() == 0:
+        return None, *rest
+    if hasattr(kernel, "prepare"):
+        return kernel.prepare(**arguments, target=target), *rest
+    numbers = {name: arguments[name] for name in ("sm_scale", "causal", "window_left", "softcap")}
+    launch = reference.active_attention_into if kernel is None else kernel.launch
+
+    def function(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse):
+        launch(
+            out=out, lse=lse, q=q, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len, attn_sink=attn_sink, k_new=k_new, v_new=v_new,
+            **numbers,
+        )  # fmt: skip
+
+    return function, *rest
+
+
+_MEMORY = ("q", "k_new", "v_new", "k_cache", "v_cache", "kv_len", "attn_sink")  # of an append: what may not overlap the caches
+
+
 def _run(op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink):
-    c.check_grad(op, q, k_cache, v_cache, attn_sink, k_new, v_new)
-    by_int = not isinstance(kv_len, Tensor)
-    layout = c.layout
+    if torch.is_grad_enabled():
+        c.check_grad(op, q, k_cache, v_cache, attn_sink, k_new, v_new)
+    by_int = isinstance(kv_len, int)
     device = q.device
     target = dispatch.current_target(device)
+    capacity = k_cache.shape
     key = (
-        q.dtype, device, q.shape, q.stride(), layout(k_cache), layout(v_cache), None if by_int else layout(kv_len),
-        layout(attn_sink), layout(k_new), layout(v_new), sm_scale, causal, window_left, softcap, target,
+        q.dtype, device, q.shape, q.stride(), k_cache.dtype, k_cache.device, capacity, k_cache.stride(), v_cache.dtype,
+        v_cache.device, v_cache.shape, v_cache.stride(), sm_scale, causal, window_left, softcap, target,
+        None if by_int else c.layout(kv_len), None if attn_sink is None else c.layout(attn_sink),
+        None if k_new is None else (c.layout(k_new), c.layout(v_new)),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink, k_new, v_new)
-    if by_int:
-        _check_length(op, kv_len, k_cache.shape[2])
-    if k_new is not None and (
-        plan is None or not c.ranges_disjoint((q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink), plan[-1])
-    ):
-        c.check_written(
-            op,
-            {"k_cache": k_cache, "v_cache": v_cache},
-            {"q": q, "k_new": k_new, "v_new": v_new, "kv_len": kv_len, "attn_sink": attn_sink},
-        )
-    if window_left >= k_cache.shape[2] + q.shape[2]:
-        window_left = -1  # wider than any position: no window, and no number that 32 bits cannot hold
-    arguments = dict(
-        q=q, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len, sm_scale=q.shape[3] ** -0.5 if sm_scale is None else sm_scale,
-        causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink, k_new=k_new, v_new=v_new,
-    )  # fmt: skip
-    if plan is None:
-        b, h_q, s, d = q.shape
-        strides = (s * h_q * d, d, h_q * d, 1)  # a contiguous [B, S, Hq, D] seen as [B, Hq, S, D]
-        extents = [] if k_new is None else [
-            c.extent_bytes(t) for t in (q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink)
-        ]  # fmt: skip
-        choice = dispatch.select(_OP, device, target, arguments)
-        plan = _plans[key] = *choice, tuple(q.shape), strides, (b, h_q, s), extents
-    kernel, backend, shape, strides, stat_shape, _ = plan
-    if not by_int and (c.checking() or (kernel is None and device.type == "cpu")):
-        _check_lengths(op, kv_len, k_cache.shape[2])
-    out = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
-    lse = torch.empty(stat_shape, dtype=torch.float32, device=device)
-    if kernel is not None:
-        kernel.launch(**arguments, out=out, lse=lse)
-    else:
-        reference.active_attention_into(out, lse, **arguments)
+        if by_int:
+            _check_length(op, kv_len, capacity[2])
+        arguments = dict(
+            q=q, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len, sm_scale=q.shape[3] ** -0.5 if sm_scale is None else sm_scale,
+            causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink, k_new=k_new, v_new=v_new,
+        )  # fmt: skip
+        if window_left >= capacity[2] + q.shape[2]:
+            arguments["window_left"] = -1  # wider than any position: no window, and no number that 32 bits cannot hold
+        if op == _APPEND:
+            _check_append_memory(arguments)
+        plan = _plans[key] = _plan(op, arguments, device, target)
+    elif by_int and not 1 <= kv_len <= capacity[2]:
+        _check_length(op, kv_len, capacity[2])
+    function, allocate, (size, stride, stat_size, stat_stride), extents, look, backend = plan
+    if extents is not None:
+        memory = q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink
+        if not c.ranges_disjoint(memory, extents):
+            _check_append_memory(dict(zip(_MEMORY, memory, strict=True)))
+    if look:
+        _check_lengths(op, kv_len, capacity[2])
+    out = allocate(size, stride, q.dtype)
+    lse = allocate(stat_size, stat_stride, torch.float32)
+    if function is not None:
+        function(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse)
     dispatch.record(backend)
     return out, lse
+
+
+def _check_append_memory(tensors) -> None:
+    written = {name: tensors[name] for name in ("k_cache", "v_cache")}
+    c.check_written(_APPEND, written, {name: tensors[name] for name in ("q", "k_new", "v_new", "kv_len", "attn_sink")})
 
 
 def _real(q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None):
@@ -215,8 +247,10 @@ def active_attention(
         TypeError for a dtype, ValueError for shapes, strides, devices and numbers, RuntimeError when gradients are asked for. On
         the CPU backend, and with CUTE_KERNELS_CHECK=1, also ValueError for a kv_len tensor with values outside [0, C].
     """
-    call = _seq_lens if isinstance(kv_len, Tensor) else _int
-    return call(
+    by_tensor = isinstance(kv_len, Tensor)
+    if c.unobserved(q, k_cache, v_cache, attn_sink) and (type(kv_len) is Tensor if by_tensor else type(kv_len) is int):
+        return _run(_OP, q, None, None, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
+    return (_seq_lens if by_tensor else _int)(
         q, k_cache, v_cache, kv_len,
         sm_scale=sm_scale, causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink,
     )  # fmt: skip
@@ -245,6 +279,8 @@ def active_attention_append(
     Inductor copies the whole of a tensor two of whose views an operator writes (58 ms instead of 0.3 for two caches of 67 MB;
     before torch 2.13 wrongly, so that is a RuntimeError). Other arguments, results and errors as `active_attention`.
     """
+    if c.unobserved(q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
+        return _run(_APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
     return _append(
         q, k_new, v_new, k_cache, v_cache, kv_len,
         sm_scale=sm_scale, causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink,

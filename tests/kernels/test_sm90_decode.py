@@ -84,10 +84,22 @@ def make(b, h_q, h_kv, s, d, capacity, lengths, dtype=torch.bfloat16, seed=0, de
     return q, k, v
 
 
-def run(*args, **kwargs):
-    from cute_kernels.kernels.sm90.decode import active_attention_decode
+def run(
+    q, k, v, kv_len, *, variant=None, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None, k_new=None,
+    v_new=None,
+):  # fmt: skip
+    """The decode kernel, also where the operator would take the prefill kernel."""
+    from cute_kernels.kernels.sm90 import decode
 
-    return active_attention_decode(*args, **kwargs)
+    b, h_q, s, d = q.shape
+    out = torch.full((b, s, h_q, d), math.nan, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.full((b, h_q, s), math.nan, device=q.device)
+    variant = variant or decode.choose(q, k, v, kv_len, causal, window_left, softcap, attn_sink, k_new, v_new)
+    decode.launch(
+        q=q, k_cache=k, v_cache=v, kv_len=kv_len, sm_scale=d**-0.5 if sm_scale is None else sm_scale, causal=causal,
+        window_left=window_left, softcap=softcap, attn_sink=attn_sink, k_new=k_new, v_new=v_new, out=out, lse=lse, variant=variant,
+    )  # fmt: skip
+    return out, lse
 
 
 def device_lengths(values):

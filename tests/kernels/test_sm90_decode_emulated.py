@@ -11,17 +11,16 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 from test_sm90_decode import check, make, same  # noqa: E402
+from test_sm90_decode import run as run_kernel  # noqa: E402
 
 
 def run(q, k, v, kv_len, emulation=None, **options):
     """`emulation`: arguments of emulate(). No hazard may be reported."""
     from cute_kernels.emulator import emulate
-    from cute_kernels.kernels.sm90.decode import active_attention_decode
-
     if not isinstance(kv_len, int):
         kv_len = torch.tensor(kv_len, dtype=torch.int32)
     with emulate("sm_90a", **(emulation or {})) as emulated:
-        result = active_attention_decode(q, k, v, kv_len, **options)
+        result = run_kernel(q, k, v, kv_len, **options)
     assert not emulated.hazards, emulated.report()
     return result
 

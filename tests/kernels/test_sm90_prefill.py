@@ -13,6 +13,7 @@ pytest.importorskip("tvm_ffi")
 
 from test_sm90_decode import _cuobjdump, check, hopper, make, same  # noqa: E402
 
+from cute_kernels.jit import current_target  # noqa: E402
 from cute_kernels.kernels.sm90 import prefill  # noqa: E402
 
 SINK = torch.tensor([math.inf, -math.inf, 0.5, -1.0, 2.0, 3.0, -0.25, 1.0])
@@ -24,10 +25,17 @@ def run(q, k, v, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=
     lse = torch.full((b, h_q, s), math.nan, device=q.device)
     if not isinstance(kv_len, int):
         kv_len = torch.tensor(kv_len, dtype=torch.int32, device=q.device)
-    prefill.launch(
-        q, k, v, kv_len, d**-0.5 if sm_scale is None else sm_scale, causal, window_left, softcap, attn_sink, out, lse
-    )
+    arguments = dict(
+        q=q, k_cache=k, v_cache=v, kv_len=kv_len, sm_scale=d**-0.5 if sm_scale is None else sm_scale, causal=causal,
+        window_left=window_left, softcap=softcap, attn_sink=attn_sink,
+    )  # fmt: skip
+    call = prefill.prepare(target=current_target(q.device), otherwise=_never, **arguments)
+    call(q, k, v, kv_len, attn_sink, None, None, out, lse)
     return out, lse
+
+
+def _never(*_):
+    raise AssertionError("the prefill kernel did not take this call")
 
 
 def emulated(*args, schedule="eager", seed=0, **options):

@@ -1,14 +1,14 @@
 """Active-length attention for few query rows (decode) on Hopper: the host side.
 
-`can_implement` says whether a case runs here, `launch` runs it into given outputs, `active_attention_decode` allocates them. The
-kernel itself, and how it works, is in decode_kernel.py. One launch per call; nothing is allocated but outputs: the workspace for
-partial results and its counters are kept per device and stream. Calls on one stream run in order, so they share it safely. All
-captured graphs of a device share one: two of them must not replay at the same time on different streams.
+`can_implement` says whether a case runs here, `prepare` makes a function for a layout of arguments, `launch` runs one call. The
+kernel itself, and how it works, is in decode_kernel.py; many query rows go to prefill.py's. One launch per call; nothing is
+allocated but outputs and, once per stream, the workspace for partial results (see cute_kernels.kernels.workspace).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +51,6 @@ class Variant(NamedTuple):
     stages: int
     chunked: bool
     ctas: int  # host only: see `TARGET_CTAS`
-
-
-_plans: dict[tuple, _Plan] = {}
 
 
 def can_implement(
@@ -176,133 +173,90 @@ def decode_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
     )  # fmt: skip
 
 
-def launch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_len: int | Tensor,
-    sm_scale: float,
-    causal: bool,
-    window_left: int,
-    softcap: float,
-    attn_sink: Tensor | None,
-    k_new: Tensor | None,
-    v_new: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    variant: Variant | None = None,
-) -> None:
-    """Run the kernel on the current stream; arguments as `cute_kernels.active_attention_append`, already checked.
-
-    out [B, Hq, S, D] and lse [B, Hq, S] are written in full. `variant` overrides the choice (benchmarks).
-    """
-    b, h_q, s, d = q.shape
-    if b == 0 or h_q == 0 or s == 0:
-        return
-    _, kv_heads, capacity, _ = k_cache.shape
-    if capacity == 0:
-        out.zero_()
-        lse.fill_(-math.inf)
-        return
-    if s > 1 and variant is None and k_new is None and prefill.suits(s, h_q, kv_heads) and prefill.aligned(q, k_cache, v_cache):
-        prefill.launch(q, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink, out, lse)
-        return
-    # What follows is most of the host time of a call: one small tuple finds everything that lengths do not change.
-    device_length = not isinstance(kv_len, int)
-    device = q.device
-    # On a GPU the device decides the target; on a CPU the emulator does, per call.
-    target = None if device.type == "cuda" else current_target(device)
-    key = (
-        device, q.dtype, h_q, s, d, kv_heads, b * kv_heads < FEW, causal, window_left >= 0, softcap > 0.0, attn_sink is None,
-        k_new is None, device_length, variant, target and target.key,
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        chosen = variant or choose(q, k_cache, v_cache, kv_len, causal, window_left, softcap, attn_sink, k_new, v_new)
-        plan = _plans[key] = _Plan(chosen, s, target or current_target(device))
-    if device_length:
-        lengths, length, slots = kv_len, 0, split_bound(capacity, plan.tile, plan.cap)
-    else:
-        lengths, length = None, kv_len
-        if plan.row_tiles == 1:
-            slots = split_count(min(kv_len, window_left + s) if window_left >= 0 else kv_len, plan.tile, plan.cap)
-        else:
-            slots = split_bound(kv_len, plan.tile, plan.cap)
-    pairs = b * kv_heads
-    allowed = plan.variant.ctas // (pairs * plan.row_tiles) or 1
-    if slots <= allowed:
-        run, chunks, per_chunk = plan.wide, slots, 1
-    else:
-        run, chunks, per_chunk = plan.chunked(), allowed, 0
-        if not device_length and plan.row_tiles == 1:
-            per_chunk = -(-slots // allowed)
-            chunks = -(-slots // per_chunk)
-    records = pairs * plan.rows
-    ws = workspace(device, records * slots * (d + 4) if slots > 1 else 0, records)
-    if softcap > 0.0:
-        scale, cap_log2 = sm_scale / softcap, softcap * LOG2E
-    else:
-        scale, cap_log2 = sm_scale * LOG2E, 0.0
-    arguments = (
-        q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new,
-        scale, cap_log2, window_left, slots, chunks, per_chunk, plan.row_tiles,
-    )  # fmt: skip
-    try:
-        run(*arguments)
-    except ValueError:
-        # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
-        if _aligned(q, k_cache, v_cache, k_new, v_new):
-            raise
-        plan.narrow(run is not plan.wide)(*arguments)
-
-
 class _Plan:
-    """A variant's compiled functions and numbers."""
+    """Calls of one layout: the compiled functions, and how each length is launched."""
 
-    def __init__(self, variant: Variant, q_len: int, target: Any) -> None:
-        self.variant, self.target = variant, target
-        self.tile, self.cap = 16 * variant.warps, variant.split_cap
+    def __init__(self, variant: Variant, arguments: dict[str, Any], target: Any) -> None:
+        q, k_cache = arguments["q"], arguments["k_cache"]
+        b, _, q_len, d = q.shape
+        self.variant, self.target, self.device = variant, target, q.device
+        self.tile, self.cap, self.record = 16 * variant.warps, variant.split_cap, d + 4
         self.row_tiles = -(-q_len * variant.group // variant.row_tile)
-        self.rows = self.row_tiles * variant.row_tile  # packed rows of a KV head, with padding
-        self.wide = decode_kernel(variant._replace(wide=True, chunked=False), target)
-        self._chunked: Any = None
+        self.pairs = b * k_cache.shape[1]
+        self.records = self.pairs * self.row_tiles * variant.row_tile  # packed rows, with padding
+        self.seen = arguments["window_left"] + q_len if variant.window else None  # keys that a row tile sees, at most
+        softcap, sm_scale = arguments["softcap"], arguments["sm_scale"]
+        scales = (sm_scale / softcap, softcap * LOG2E) if variant.softcap else (sm_scale * LOG2E, 0.0)
+        self.numbers = *scales, arguments["window_left"]
+        self.shapes: dict[int, tuple] = {}  # length -> what launching it takes
+        self.shape = self.shape_of(k_cache.shape[2]) if variant.device_length else None
 
-    def chunked(self) -> Any:
-        if self._chunked is None:
-            self._chunked = decode_kernel(self.variant._replace(wide=True, chunked=True), self.target)
-        return self._chunked
+    def shape_of(self, length: int) -> tuple:
+        """(function, floats of workspace, last arguments) for an int length, or for every device length up to a capacity."""
+        device_length = self.variant.device_length
+        if device_length or self.row_tiles > 1:
+            slots = split_bound(length, self.tile, self.cap)
+        else:
+            slots = split_count(length if self.seen is None else min(length, self.seen), self.tile, self.cap)
+        allowed = self.variant.ctas // (self.pairs * self.row_tiles) or 1
+        chunks, per_chunk = slots, 1
+        chunked = slots > allowed
+        if chunked:
+            chunks, per_chunk = allowed, 0
+            if not device_length and self.row_tiles == 1:
+                per_chunk = -(-slots // allowed)
+                chunks = -(-slots // per_chunk)
+        run = decode_kernel(self.variant._replace(wide=True, chunked=chunked), self.target)
+        floats = self.records * slots * self.record if slots > 1 else 0
+        found = run, floats, (*self.numbers, slots, chunks, per_chunk, self.row_tiles)
+        if len(self.shapes) < 1 << 16:
+            self.shapes[length] = found
+        return found
 
-    def narrow(self, chunked: bool) -> Any:
-        return decode_kernel(self.variant._replace(wide=False, chunked=chunked), self.target)
+    def __call__(self, q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse) -> None:
+        shape = self.shape
+        if shape is None:
+            lengths, length = None, kv_len
+            shape = self.shapes.get(kv_len) or self.shape_of(kv_len)
+        else:
+            lengths, length = kv_len, 0
+        run, floats, last = shape
+        ws = workspace(self.device, floats, self.records)
+        try:
+            run(q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new, *last)
+        except ValueError:
+            # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
+            if _aligned(q, k_cache, v_cache, k_new, v_new):
+                raise
+            run = decode_kernel(self.variant._replace(wide=False, chunked=last[-2] != 1), self.target)
+            run(q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new, *last)
 
 
-def active_attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_len: int | Tensor,
-    *,
-    sm_scale: float | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    attn_sink: Tensor | None = None,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    variant: Variant | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Hq, S, D] over the first kv_len rows of the caches [B, Hkv, C, D] on a Hopper GPU.
+def prepare(*, target: Any, variant: Variant | None = None, **arguments: Any) -> Callable[..., None]:
+    """Choose and compile. Returns run(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse), which serves every call of
+    the same layouts, numbers and options, whatever its addresses and (int or device) length, on the current stream.
 
-    Semantics, options and results as `cute_kernels.active_attention` (with k_new and v_new: `active_attention_append`), without its
-    argument checks. Any S works; the kernel is made for S * Hq / Hkv up to 16 and re-reads the cache for every 16 rows.
-
-    Returns:
-        out, q's shape and dtype with the strides of a contiguous [B, S, Hq, D]; lse [B, Hq, S] fp32, natural logarithm.
+    Arguments as `cute_kernels.active_attention_append`, checked and complete. `variant` overrides the choice (benchmarks).
     """
-    b, h_q, s, d = q.shape
-    # Both twice as fast on the host as new_empty (and a transpose).
-    out = torch.empty_strided((b, h_q, s, d), (s * h_q * d, d, h_q * d, 1), dtype=q.dtype, device=q.device)
-    lse = torch.empty((b, h_q, s), dtype=torch.float32, device=q.device)
-    scale = d**-0.5 if sm_scale is None else sm_scale
-    launch(q, k_cache, v_cache, kv_len, scale, causal, window_left, softcap, attn_sink, k_new, v_new, out, lse, variant)
-    return out, lse
+    q, k_cache, v_cache, kv_len = (arguments[name] for name in ("q", "k_cache", "v_cache", "kv_len"))
+    if k_cache.shape[2] == 0:
+        return _without_keys
+    layout = ("q", "k_cache", "v_cache", "kv_len", "causal", "window_left", "softcap", "attn_sink", "k_new", "v_new")
+    chosen = variant or choose(*(arguments[name] for name in layout))
+    plan = _Plan(chosen, arguments, target)
+    if variant is None and arguments["k_new"] is None and prefill.suits(q.shape[2], q.shape[1], k_cache.shape[1]):
+        return prefill.prepare(target=target, otherwise=plan, **arguments)
+    return plan
+
+
+def _without_keys(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse) -> None:
+    out.zero_()
+    lse.fill_(-math.inf)
+
+
+def launch(*, out: Tensor, lse: Tensor, variant: Variant | None = None, **arguments: Any) -> None:
+    """One call: out [B, Hq, S, D] and lse [B, Hq, S] are written in full."""
+    q = arguments["q"]
+    if q.numel():
+        run = prepare(target=current_target(q.device), variant=variant, **arguments)
+        run(*(arguments[name] for name in ("q", "k_cache", "v_cache", "kv_len", "attn_sink", "k_new", "v_new")), out, lse)

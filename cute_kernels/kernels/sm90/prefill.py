@@ -1,17 +1,18 @@
 """Active-length attention for many query rows (prefill) on Hopper: the host side.
 
-`suits` says which calls are better off here than in the decode kernel; `launch` runs one. How the kernel works is in
-prefill_kernel.py. One launch per call, no workspace; K and V go by TMA, hence rows at multiples of 16 bytes.
+`suits` says which calls are better off here than in the decode kernel; `prepare` makes a function that runs them. How the kernel
+works is in prefill_kernel.py. One launch per call, no workspace; K and V go by TMA, hence rows at multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.jit import current_target, kernel_builder
+from cute_kernels.jit import kernel_builder
 
 ARCH = "sm_90a"
 LOG2E = 1.4426950408889634
@@ -30,9 +31,6 @@ class Variant(NamedTuple):
     softcap: bool
     sink: bool
     device_length: bool
-
-
-_functions: dict[tuple, Any] = {}
 
 
 def suits(q_len: int, h_q: int, kv_heads: int) -> bool:
@@ -88,7 +86,8 @@ def prefill_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
     )  # fmt: skip
 
 
-def launch(
+def prepare(
+    *,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -98,15 +97,17 @@ def launch(
     window_left: int,
     softcap: float,
     attn_sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Run the kernel on the current stream; arguments as `cute_kernels.active_attention`, already checked and `aligned`."""
-    _, h_q, _, d = q.shape
+    k_new: None = None,
+    v_new: None = None,
+    target: Any,
+    otherwise: Callable[..., None],
+) -> Callable[..., None]:
+    """run(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse) for every call of these layouts, numbers and options.
+    Arguments as `cute_kernels.active_attention`, already checked; tensors that are not `aligned` go to `otherwise`."""
     variant = Variant(
         bf16=q.dtype == torch.bfloat16,
-        head_dim=d,
-        group=h_q // k_cache.shape[1],
+        head_dim=q.shape[3],
+        group=q.shape[1] // k_cache.shape[1],
         positive=sm_scale > 0.0 and softcap == 0.0,
         causal=causal,
         window=window_left >= 0,
@@ -114,12 +115,15 @@ def launch(
         sink=attn_sink is not None,
         device_length=not isinstance(kv_len, int),
     )
-    target = current_target(q.device)
-    key = variant, target.key
-    run = _functions.get(key)
-    if run is None:
-        run = _functions[key] = prefill_kernel(variant, target)
-    lengths, length = (kv_len, 0) if variant.device_length else (None, kv_len)
-    scale, cap_log2 = (sm_scale / softcap, softcap * LOG2E) if softcap > 0.0 else (sm_scale * LOG2E, 0.0)
-    q, k_cache, v_cache = (_plain_strides(t) for t in (q, k_cache, v_cache))
-    run(q, k_cache, v_cache, out, lse, lengths, length, attn_sink, scale, cap_log2, window_left, target.num_sms)
+    kernel = prefill_kernel(variant, target)
+    scales = (sm_scale / softcap, softcap * LOG2E) if softcap > 0.0 else (sm_scale * LOG2E, 0.0)
+
+    def run(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse):
+        if not aligned(q, k_cache, v_cache):
+            otherwise(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse)
+            return
+        lengths, length = (kv_len, 0) if variant.device_length else (None, kv_len)
+        q, k_cache, v_cache = (_plain_strides(t) for t in (q, k_cache, v_cache))
+        kernel(q, k_cache, v_cache, out, lse, lengths, length, attn_sink, *scales, window_left, target.num_sms)
+
+    return run
