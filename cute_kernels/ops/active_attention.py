@@ -207,6 +207,14 @@ _seq_lens = torch.ops.cute_kernels.active_attention.seq_lens
 _append = torch.ops.cute_kernels.active_attention_append.default
 
 
+def _plain_options(sm_scale, causal, window_left, softcap, attn_sink) -> bool:
+    """Whether the dispatcher would pass these on as they are."""
+    return (
+        (sm_scale is None or type(sm_scale) is float) and type(causal) is bool and type(window_left) is int
+        and type(softcap) is float and (attn_sink is None or type(attn_sink) is Tensor)
+    )  # fmt: skip
+
+
 def active_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -248,7 +256,11 @@ def active_attention(
         the CPU backend, and with CUTE_KERNELS_CHECK=1, also ValueError for a kv_len tensor with values outside [0, C].
     """
     by_tensor = isinstance(kv_len, Tensor)
-    if c.unobserved(q, k_cache, v_cache, attn_sink) and (type(kv_len) is Tensor if by_tensor else type(kv_len) is int):
+    if (
+        type(q) is Tensor and type(k_cache) is Tensor and type(v_cache) is Tensor
+        and (type(kv_len) is int or type(kv_len) is Tensor)
+        and _plain_options(sm_scale, causal, window_left, softcap, attn_sink) and c.unobserved()
+    ):  # fmt: skip
         return _run(_OP, q, None, None, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
     return (_seq_lens if by_tensor else _int)(
         q, k_cache, v_cache, kv_len,
@@ -279,7 +291,11 @@ def active_attention_append(
     Inductor copies the whole of a tensor two of whose views an operator writes (58 ms instead of 0.3 for two caches of 67 MB;
     before torch 2.13 wrongly, so that is a RuntimeError). Other arguments, results and errors as `active_attention`.
     """
-    if c.unobserved(q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
+    if (
+        type(q) is Tensor and type(k_new) is Tensor and type(v_new) is Tensor and type(k_cache) is Tensor
+        and type(v_cache) is Tensor and type(kv_len) is Tensor
+        and _plain_options(sm_scale, causal, window_left, softcap, attn_sink) and c.unobserved()
+    ):  # fmt: skip
         return _run(_APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
     return _append(
         q, k_new, v_new, k_cache, v_cache, kv_len,
