@@ -87,12 +87,14 @@ def choose(
     h_q, s, d = q.shape[1:]
     kv_heads = k_cache.shape[1]
     group = h_q // kv_heads
+    # 32 rows of 256 dims would not fit the registers, nor would 32 rows whose tokens differ at run time.
+    n = 16 if s * group <= 16 or d > 128 or (group > 32 and s > 1) else 32
     return Variant(
         bf16=q.dtype == torch.bfloat16,
         head_dim=d,
         group=group,
-        single_token=s == 1 and group <= 32,
-        n=16 if s * group <= 16 else 32,
+        single_token=s == 1,
+        n=n,
         split_cap=split_cap(kv_heads),
         wide=_aligned(q, k_cache, v_cache, k_new, v_new),
         causal=causal,
@@ -176,10 +178,11 @@ def launch(
     v_new: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    variant: Variant | None = None,
 ) -> None:
     """Run the kernel on the current stream; arguments as `cute_kernels.active_attention_append`, already checked.
 
-    out [B, Hq, S, D] and lse [B, Hq, S] are written in full.
+    out [B, Hq, S, D] and lse [B, Hq, S] are written in full. `variant` overrides the choice (tests).
     """
     b, h_q, s, d = q.shape
     if b == 0 or h_q == 0 or s == 0:
@@ -196,11 +199,11 @@ def launch(
     target = None if device.type == "cuda" else current_target(device)
     key = (
         device, q.dtype, h_q, s, d, kv_heads, causal, window_left >= 0, softcap > 0.0, attn_sink is None,
-        k_new is None, device_length, target and target.key,
+        k_new is None, device_length, variant, target and target.key,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        chosen = choose(q, k_cache, v_cache, kv_len, causal, window_left, softcap, attn_sink, k_new, v_new)
+        chosen = variant or choose(q, k_cache, v_cache, kv_len, causal, window_left, softcap, attn_sink, k_new, v_new)
         plan = _plans[key] = _Plan(chosen, s, target or current_target(device))
     if device_length:
         lengths, length, slots = kv_len, 0, split_bound(capacity, TILE, plan.cap)

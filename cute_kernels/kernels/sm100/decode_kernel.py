@@ -19,13 +19,14 @@ appended rows.
 Ring: slots of one K or V tile, in the order of use: the K tiles of a group, then its V tiles.
 
 Barriers (count; who arrives; who waits). All start in phase 0; a role waits for "full" with parity 0 first, for "empty" with 1.
-  full[slot]   1 + bytes   warp 5 by expect_tx and TMA, or one thread of warps 6-7 after both have written    warp 4
+  full[slot]   2 + bytes   warp 5, with the bytes of its TMA if the tile is its own; a thread of warps 6-7    warp 4
   empty[slot]  1           commit after the MMAs that read the slot                                           warps 5, 6, 7
   q_full       4           warps 0-3, Q written                                                               warp 4
   s_full[j]    1           commit after S of the group's tile j                                               warps 0-3
   p_full[2]    4           warps 0-3: P written, S of that tile read                                          warp 4
   p_empty[2]   1           commit after P V                                                                   warps 0-3
   o_full       1           commit after the group's last P V                                                  warps 0-3
+Both producers pass every slot, whoever fills it: one that waited only for its own tiles could miss a phase, or two.
 S of the next group may overwrite tile j's S because warp 4 has passed p_full of every tile of this group; O likewise, because
 warps 0-3 read O before they arrive at p_full of the next group. Named barrier 1: warps 0-3; 2: warps 6-7.
 
@@ -90,7 +91,7 @@ class Budget:
         names += ["q_full"] + [f"s_full{i}" for i in range(GROUP_TILES)]
         names += ["p_full0", "p_full1", "p_empty0", "p_empty1", "o_full"]
         self.bar = {name: self.bars + 8 * i for i, name in enumerate(names)}
-        self.counts = [4 if name[:6] in ("q_full", "p_full") else 1 for name in names]
+        self.counts = [4 if name[:6] in ("q_full", "p_full") else 2 if name[:4] == "full" else 1 for name in names]
         self.tmem_word = self.bars + 8 * len(names)
         self.last_word = self.tmem_word + 4
         assert self.last_word + 4 <= self.total
@@ -108,7 +109,7 @@ class DecodeKernel:
         bf16: bfloat16, else float16.
         head_dim: D, a multiple of 8, 16..256.
         group: G = Hq / Hkv.
-        single_token: q_len is 1 and its rows fit one tile, so no per-row mask is needed.
+        single_token: q_len is 1, so no per-row mask is needed.
         n: packed rows per CTA, 16 or 32, of which a whole number of tokens is used where a token fits.
         split_cap: largest number of splits (see splits.split_size).
         wide: all row addresses are multiples of 16 bytes; else no TMA, and 2-byte loads.
@@ -131,17 +132,20 @@ class DecodeKernel:
         append: bool,
         device_length: bool,
     ) -> None:
-        if head_dim % 8 or not 16 <= head_dim <= 256 or n not in (16, 32) or (single_token and group > n):
-            raise ValueError(f"head_dim {head_dim}, n {n}, group {group}, single_token {single_token}")
+        if head_dim % 8 or not 16 <= head_dim <= 256 or n not in (16, 32):
+            raise ValueError(f"head_dim {head_dim}, n {n}")
         self.bf16, self.d, self.group, self.single, self.n, self.cap = bf16, head_dim, group, single_token, n, split_cap
         self.wide, self.causal, self.window, self.softcap, self.sink = wide, causal, window, softcap, sink
         self.append, self.device_length = append, device_length
         self.dtype = cutlass.BFloat16 if bf16 else cutlass.Float16
         self.rt = rows_per_tile(n, group)
+        self.one_tile = single_token and group <= n  # all rows of a (b, h)
         self.blocks = -(-head_dim // 64)
         # (first block, blocks) of each product of V^T and P.
         self.products = [(i, min(2, self.blocks - i)) for i in range(0, self.blocks, 2)]
         self.budget = Budget(self.blocks, n)
+        # Two CTAs an SM, where shared memory allows them, leave 128 registers a thread.
+        self.ctas = 2 if self.budget.total + 1024 <= SMEM_HALF and n == 16 and wide else 1
         self.pitch = head_dim + 4  # floats per row in the workspace: O, maximum, sum, 2 unused
 
     @cute.jit
@@ -177,7 +181,7 @@ class DecodeKernel:
             grid=[split_slots * row_tiles, k.shape[1], k.shape[0]],
             block=[256, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.ctas,
             # Without a number here the DSL asks the driver for the SM's shared memory, which needs a GPU at compile time.
             preferred_smem_carveout=100,
         )  # fmt: skip
@@ -211,14 +215,15 @@ class DecodeKernel:
         q_len, capacity = Int32(q.shape[2]), Int32(k.shape[2])
         n_rows = q_len * self.group
         split, row_tile = x, Int32(0)
-        if cutlass.const_expr(not self.single):
+        if cutlass.const_expr(not self.one_tile):
             split, row_tile = x % split_slots, x // split_slots
         row0 = row_tile * self.rt
 
         kv_len = length
         if cutlass.const_expr(self.device_length):
-            kv_len = ptx.ld_global_1(_address(lengths) + Int64(b) * 4)
-            kv_len = cutlass.max(0, cutlass.min(kv_len, capacity))
+            # One lane of each warp asks: idle CTAs do nothing else, and there may be many.
+            word = tc.ld_global_1_if(_address(lengths) + Int64(b) * 4, Int32(cute.arch.lane_idx() == 0))
+            kv_len = cutlass.max(0, cutlass.min(ptx.shuffle_i(word, Int32(0)), capacity))
         # Keys that any row of this tile may see: [low, high).
         low, high = Int32(0), kv_len
         if cutlass.const_expr(self.window):
@@ -248,7 +253,7 @@ class DecodeKernel:
 
     def _head(self, h, row_tile, row: int):
         if self.single:
-            return h * self.group + row
+            return h * self.group + row_tile * self.rt + row
         if self.group <= self.n:
             return h * self.group + row % self.group
         return h * self.group + (row_tile * self.rt + row) % self.group
@@ -287,8 +292,7 @@ class DecodeKernel:
             if lane == 0:
                 self._mma_thread(base, bar, tmem, n_tiles)
         elif warp == 5:
-            if cutlass.const_expr(self.wide):
-                self._tma_warp(tma_k, tma_k_coords, tma_v, tma_v_coords, base, bar, lane, h, b, begin, old, n_tiles)
+            self._tma_warp(tma_k, tma_k_coords, tma_v, tma_v_coords, base, bar, lane, h, b, begin, old, n_tiles)
         else:
             self._loader_warps(k, v, k_new, v_new, base, bar, tid - 192, h, b, q_len, kv_len, begin, end, old, n_tiles)
             if cutlass.const_expr(self.append):
@@ -314,12 +318,17 @@ class DecodeKernel:
             for atom, coords in ((tma_k, tma_k_coords), (tma_v, tma_v_coords)):
                 for j in cutlass.range(tiles, unroll=1):
                     row = begin + (g + j) * TILE
-                    if row + TILE <= old:
-                        ptx.mbar_wait(bar["empty0"] + 8 * slot, phase ^ 1)
-                        full = bar["full0"] + 8 * slot
-                        if lane == 0:
+                    ptx.mbar_wait(bar["empty0"] + 8 * slot, phase ^ 1)
+                    full = bar["full0"] + 8 * slot
+                    mine = self.wide and row + TILE <= old
+                    if lane == 0:
+                        if mine:
                             ptx.mbar_expect(full, self.budget.slot)
-                        self._tma_tile(atom, coords, base + slot * self.budget.slot, full, row, h, b)
+                        else:
+                            tc.mbar_arrive(full)
+                    if cutlass.const_expr(self.wide):
+                        if mine:
+                            self._tma_tile(atom, coords, base + slot * self.budget.slot, full, row, h, b)
                     slot, phase = self._next(slot, phase)
 
     def _tma_tile(self, atom, coords, to, full, row, h, b):
@@ -350,16 +359,14 @@ class DecodeKernel:
             for source, new_source in zip(sources, new_sources):
                 for j in cutlass.range(tiles, unroll=1):
                     row = begin + (g + j) * TILE
-                    mine = Int32(1)
-                    if cutlass.const_expr(self.wide):
-                        mine = Int32(row + TILE > old)
-                    if mine != 0:
-                        ptx.mbar_wait(bar["empty0"] + 8 * slot, phase ^ 1)
+                    ptx.mbar_wait(bar["empty0"] + 8 * slot, phase ^ 1)
+                    mine = not self.wide or row + TILE > old
+                    if mine:
                         self._copy_tile(source, new_source, base + slot * self.budget.slot, t, row, end, new_start)
                         tc.fence_proxy_async()
-                        cute.arch.barrier(barrier_id=2, number_of_threads=64)
-                        if t == 0:
-                            tc.mbar_arrive(bar["full0"] + 8 * slot)
+                    cute.arch.barrier(barrier_id=2, number_of_threads=64)
+                    if t == 0:
+                        tc.mbar_arrive(bar["full0"] + 8 * slot)
                     slot, phase = self._next(slot, phase)
 
     @cute.jit

@@ -180,6 +180,15 @@ def ld_shared_1(addr, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def ld_global_1_if(addr, pred, *, loc=None, ip=None) -> Int32:
+    """One 32-bit word that the host or an earlier kernel wrote; 0, and no access, where pred is 0."""
+    return _asm(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, $2, 0;\nmov.b32 $0, 0;\n@p ld.global.nc.b32 $0, [$1];\n}",
+        "r", [_v(addr, loc, ip), _v(pred, loc, ip)], "l,r", True, loc, ip,
+    )[0]  # fmt: skip
+
+
+@dsl_user_op
 def st_global_16(addr, x, bf16: bool, pred, *, loc=None, ip=None) -> None:
     """One fp32 number rounded to 16 bits, where pred is not 0."""
     kind = "bf16" if bf16 else "f16"
