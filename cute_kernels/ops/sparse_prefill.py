@@ -242,8 +242,13 @@ def sparse_prefill(
     args = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
     if out is not None:
         return out, *_out(*args, out=out)
-    # Numbers of other types than the schema's are the dispatcher's to convert or refuse.
-    numbers_fit = type(sm_scale) is float and type(d_v) is int and type(head_group_size) is int
-    if numbers_fit and c.unobserved(q, kv, indices, attn_sink, topk_length, head_group_mask):
+    # Numbers of other types than the schema's are the dispatcher's to convert or refuse, tensors of other types to hand on.
+    if (
+        type(q) is Tensor and type(kv) is Tensor and type(indices) is Tensor and type(sm_scale) is float and type(d_v) is int
+        and (attn_sink is None or type(attn_sink) is Tensor)
+        and (topk_length is None or type(topk_length) is Tensor)
+        and (head_group_mask is None or type(head_group_mask) is Tensor)
+        and type(head_group_size) is int and c.unobserved()
+    ):  # fmt: skip
         return _run(None, *args)
     return _default(*args)
