@@ -38,6 +38,7 @@ class Variant(NamedTuple):
     group: int
     single_token: bool
     row_tile: int
+    one_tile: bool
     warps: int
     split_cap: int
     wide: bool
@@ -105,12 +106,14 @@ def choose(
     b, h_q, s, d = q.shape
     kv_heads = k_cache.shape[1]
     group = h_q // kv_heads
+    row_tile = 8 if s * group <= 8 or d > 128 else 16
     return Variant(
         bf16=q.dtype == torch.bfloat16,
         head_dim=d,
         group=group,
         single_token=s == 1,
-        row_tile=8 if s * group <= 8 or d > 128 else 16,
+        row_tile=row_tile,
+        one_tile=s * group <= row_tile,
         # Several tokens: merging more rows takes longer, so more warps share it and there are fewer splits (q_len 4, 4096 keys:
         # 10.7 against 12.0 us). One token is better off with less to start and to merge (400 keys: 4.36 against 4.69).
         warps=4 if s == 1 else 8,
@@ -132,7 +135,7 @@ def choose(
 def _common_variants(arch: str) -> tuple[Variant, ...]:
     """bf16, D 128, 4 query heads a KV head, 8 KV heads, one token, int and device lengths."""
     return tuple(
-        Variant(True, 128, 4, True, 8, 4, 8, True, True, False, False, False, False, dev, 0, stages, False, TARGET_CTAS)
+        Variant(True, 128, 4, True, 8, True, 4, 8, True, True, False, False, False, False, dev, 0, stages, False, TARGET_CTAS)
         for dev in (False, True)
         for stages in (2, 1)
     )

@@ -51,7 +51,7 @@ class DecodeKernel:
         head_dim: D, a multiple of 8, 16..256.
         group: G = Hq / Hkv.
         single_token: q_len is 1, so no per-row mask is needed.
-        row_tile: packed rows per CTA, 8 or 16.
+        row_tile: packed rows per CTA, 8 or 16; one_tile: there are no more rows than that.
         warps: warps per CTA.
         split_cap: largest number of splits (see splits.split_size).
         wide: all row addresses are multiples of 16 bytes; else no ring, and 2-byte loads.
@@ -67,6 +67,7 @@ class DecodeKernel:
         group: int,
         single_token: bool,
         row_tile: int,
+        one_tile: bool,
         warps: int,
         split_cap: int,
         wide: bool,
@@ -87,6 +88,7 @@ class DecodeKernel:
         self.causal, self.window, self.softcap, self.sink = causal, window, softcap, sink
         self.append, self.device_length, self.min_blocks = append, device_length, min_blocks
         self.tile = 16 * warps
+        self.one_tile = one_tile
         self.nt = row_tile // 8
         self.k_blocks = -(-head_dim // 32)
         self.v_blocks = -(-head_dim // 64)
@@ -164,7 +166,7 @@ class DecodeKernel:
         q_len, capacity = Int32(q.shape[2]), Int32(k.shape[2])
         n_rows = Int32(self.group) if cutlass.const_expr(self.single) else q_len * self.group
         chunk, row_tile = x, Int32(0)
-        if cutlass.const_expr(not self._one_tile()):
+        if cutlass.const_expr(not self.one_tile):
             chunk, row_tile = x % chunks, x // chunks
         row0 = row_tile * self.rt
 
@@ -177,7 +179,7 @@ class DecodeKernel:
         first_pos = kv_len - q_len + self._token(row0)  # of the tile's first token
         if cutlass.const_expr(self.window):
             low = cutlass.max(0, first_pos - window_left)
-        if cutlass.const_expr(self.causal and not self._one_tile()):
+        if cutlass.const_expr(self.causal and not self.one_tile):
             last_token = self._token(cutlass.min(row0 + self.rt, n_rows) - 1)
             high = cutlass.max(0, kv_len - q_len + last_token + 1)
         keys = cutlass.max(0, high - low)
@@ -204,10 +206,6 @@ class DecodeKernel:
         """Share of an SM's 228 KiB for the CTAs that registers let run together (each also pays 1 KiB that the driver keeps)."""
         ctas = self.min_blocks or max(1, (16 if self.nt == 1 and self.d <= 128 else 8) // self.warps)
         return min(100, -(-100 * ctas * (self.smem_bytes + 2048) // (228 * 1024)))
-
-    def _one_tile(self) -> bool:
-        """All rows of a (b, h) surely fit one row tile."""
-        return self.single and self.group <= self.rt
 
     @cute.jit
     def _work(
@@ -291,14 +289,14 @@ class DecodeKernel:
             tid, h, b = ptx.special("tid.x"), ptx.special("ctaid.y"), ptx.special("ctaid.z")
             warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
             g, t = lane // 4, lane % 4
-            if cutlass.const_expr(self._one_tile()):
+            if cutlass.const_expr(self.one_tile):
                 chunk = ptx.special("ctaid.x")
             self._store_parts(s_base, o, m, l, g, t, warp, row0, n_rows)
             if cutlass.const_expr(self.append):
                 if chunk == 0:
                     self._append_rows(k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane)
             cute.arch.sync_threads()
-            if cutlass.const_expr(self._one_tile() and not self.device_length):
+            if cutlass.const_expr(self.one_tile and not self.device_length):
                 count = chunks  # the host computed it with the same rule
             else:
                 count = self._count(keys, size)
