@@ -209,6 +209,32 @@ def ld_shared_f2(addr, *, loc=None, ip=None) -> list[Float32]:
     return _asm("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", [_v(addr, loc, ip)], "r", True, loc, ip)
 
 
+@dsl_user_op
+def map_shared_rank(addr, rank, *, loc=None, ip=None) -> Int32:
+    """The same shared memory address in CTA `rank` of the cluster, for ld_cluster_*."""
+    return _asm("mapa.shared::cluster.u32 $0, $1, $2;", "r", [_v(addr, loc, ip), _v(rank, loc, ip)], "r,r", False, loc, ip)[0]
+
+
+@dsl_user_op
+def ld_cluster_f4(addr, pred, *, loc=None, ip=None) -> list[Float32]:
+    """16 bytes of a CTA of the cluster; zeros where pred is 0."""
+    return _asm(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, $5, 0;\nmov.f32 $0, 0f00000000;\nmov.f32 $1, 0f00000000;\nmov.f32 $2, 0f00000000;\n"
+        "mov.f32 $3, 0f00000000;\n@p ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];\n}",
+        "ffff", [_v(addr, loc, ip), _v(pred, loc, ip)], "r,r", True, loc, ip,
+    )  # fmt: skip
+
+
+@dsl_user_op
+def ld_cluster_f2(addr, pred, *, loc=None, ip=None) -> list[Float32]:
+    """8 bytes of a CTA of the cluster; zeros where pred is 0."""
+    return _asm(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, $3, 0;\nmov.f32 $0, 0f00000000;\nmov.f32 $1, 0f00000000;\n"
+        "@p ld.shared::cluster.v2.f32 {$0, $1}, [$2];\n}",
+        "ff", [_v(addr, loc, ip), _v(pred, loc, ip)], "r,r", True, loc, ip,
+    )  # fmt: skip
+
+
 # ---- arithmetic --------------------------------------------------------------------------------------------------
 @dsl_user_op
 def mma_16816(acc, a, b, bf16: bool, *, loc=None, ip=None) -> list[Float32]:

@@ -136,12 +136,14 @@ def test_variants_compile_without_spills():
     if tool is None:
         pytest.skip("needs cuobjdump")
     base = dict(
-        bf16=True, head_dim=128, group=4, single_token=True, row_tile=8, one_tile=True, warps=4, split_cap=8, wide=True, causal=True,
-        window=False, softcap=False, sink=False, append=False, device_length=False, min_blocks=0, stages=2, chunked=False, ctas=0,
+        bf16=True, head_dim=128, group=4, single_token=True, row_tile=8, one_tile=True, warps=4, split_cap=8, wide=True,
+        causal=True, window=False, softcap=False, sink=False, append=False, device_length=False, min_blocks=0, stages=2,
+        chunked=False, cluster=0, ctas=0,
     )  # fmt: skip
     everything = dict(window=True, softcap=True, sink=True, append=True, device_length=True)
     tokens = dict(single_token=False, one_tile=False, warps=8)
-    changes = [{}, {"device_length": True}, {"bf16": False}, {"wide": False}, everything, tokens | everything, {"chunked": True}]
+    changes = [{}, {"device_length": True}, {"bf16": False}, {"wide": False}, everything, tokens | everything]
+    changes += [{"chunked": True}, {"cluster": 8}]
     changes += [{"head_dim": d, "device_length": True} for d in (64, 80, 96, 112, 256)]
     changes += [tokens | {"row_tile": 16, "group": g} for g in (1, 16)] + [tokens | {"row_tile": 16, "chunked": True}]
     for change in changes:
@@ -302,7 +304,7 @@ def test_graph_replays_every_length():
 
 
 @hopper
-@pytest.mark.parametrize("change", [{"stages": 1}, {"ctas": 8}, {"ctas": 24, "stages": 1}])
+@pytest.mark.parametrize("change", [{"stages": 1}, {"ctas": 8}, {"ctas": 24, "stages": 1}, {"cluster": 8}])
 def test_launch_shapes_do_not_change_bits(change):
     """Ring slots, and how many splits a CTA takes."""
     from cute_kernels.kernels.sm90.decode import choose

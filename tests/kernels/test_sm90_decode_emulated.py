@@ -114,19 +114,19 @@ def test_splits_per_cta_do_not_change_bits(s, d):
     variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(split_cap=3 * 4 // (4 if s > 1 else 1))
     result = run(q, k, v, n, variant=variant)
     check(result, q, k, v, [n])
-    for ctas, lengths in ((4, n), (1, n), (8, [n])):
-        other = variant._replace(ctas=ctas, device_length=lengths != n)
-        assert same(result, run(q, k, v, lengths, variant=other)), ctas
+    for ctas, cluster, lengths in ((4, 0, n), (1, 0, n), (8, 0, [n]), (264, 8, n), (264, 8, [n])):
+        other = variant._replace(ctas=ctas, cluster=cluster, device_length=lengths != n)
+        assert same(result, run(q, k, v, lengths, variant=other)), (ctas, cluster)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ctas,stages", [(264, 1), (264, 2), (1, 2)])
-def test_schedules_with_strict_checks(ctas, stages):
+@pytest.mark.parametrize("ctas,stages,cluster", [(264, 1, 0), (264, 2, 8), (1, 2, 0)])
+def test_schedules_with_strict_checks(ctas, stages, cluster):
     from cute_kernels.kernels.sm90.decode import choose
 
     n = 300
     q, k, v = make(1, 4, 1, 1, 128, n + 3, [n], seed=3, device="cpu")
-    variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(split_cap=2, ctas=ctas, stages=stages)
+    variant = choose(q, k, v, n, True, -1, 0.0, None, None, None)._replace(split_cap=2, ctas=ctas, stages=stages, cluster=cluster)
     results = [
         run(q, k, v, n, variant=variant, emulation=dict(schedule=schedule, seed=seed, checks="strict"))
         for schedule, seed in (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))

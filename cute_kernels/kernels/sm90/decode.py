@@ -51,6 +51,7 @@ class Variant(NamedTuple):
     min_blocks: int
     stages: int
     chunked: bool
+    cluster: int
     ctas: int  # host only: see `TARGET_CTAS`
 
 
@@ -128,6 +129,7 @@ def choose(
         min_blocks=0,
         stages=2 if b * kv_heads < FEW and d <= 128 else 1,
         chunked=False,
+        cluster=0,
         ctas=TARGET_CTAS,
     )
 
@@ -135,7 +137,7 @@ def choose(
 def _common_variants(arch: str) -> tuple[Variant, ...]:
     """bf16, D 128, 4 query heads a KV head, 8 KV heads, one token, int and device lengths."""
     return tuple(
-        Variant(True, 128, 4, True, 8, True, 4, 8, True, True, False, False, False, False, dev, 0, stages, False, TARGET_CTAS)
+        Variant(True, 128, 4, True, 8, True, 4, 8, True, True, False, False, False, False, dev, 0, stages, False, 0, TARGET_CTAS)
         for dev in (False, True)
         for stages in (2, 1)
     )
@@ -195,7 +197,7 @@ class _Plan:
         self.shape = self.shape_of(k_cache.shape[2]) if variant.device_length else None
 
     def shape_of(self, length: int) -> tuple:
-        """(function, floats of workspace, last arguments) for an int length, or for every device length up to a capacity."""
+        """(function, its variant, floats of workspace, last arguments) for an int length, or for all device lengths to a capacity."""
         device_length = self.variant.device_length
         if device_length or self.row_tiles > 1:
             slots = split_bound(length, self.tile, self.cap)
@@ -209,9 +211,13 @@ class _Plan:
             if not device_length and self.row_tiles == 1:
                 per_chunk = -(-slots // allowed)
                 chunks = -(-slots // per_chunk)
-        run = decode_kernel(self.variant._replace(wide=True, chunked=chunked), self.target)
+        cluster = self.variant.cluster if slots > 1 and not chunked else 0
+        if cluster:
+            chunks = -(-slots // cluster) * cluster
+        kind = self.variant._replace(wide=True, chunked=chunked, cluster=cluster)
+        run = decode_kernel(kind, self.target)
         floats = self.records * slots * self.record if slots > 1 else 0
-        found = run, floats, (*self.numbers, slots, chunks, per_chunk, self.row_tiles)
+        found = run, kind, floats, (*self.numbers, slots, chunks, per_chunk, self.row_tiles)
         if len(self.shapes) < 1 << 16:
             self.shapes[length] = found
         return found
@@ -223,7 +229,7 @@ class _Plan:
             shape = self.shapes.get(kv_len) or self.shape_of(kv_len)
         else:
             lengths, length = kv_len, 0
-        run, floats, last = shape
+        run, kind, floats, last = shape
         ws = workspace(self.device, floats, self.records)
         try:
             run(q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new, *last)
@@ -231,7 +237,7 @@ class _Plan:
             # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
             if _aligned(q, k_cache, v_cache, k_new, v_new):
                 raise
-            run = decode_kernel(self.variant._replace(wide=False, chunked=last[-2] != 1), self.target)
+            run = decode_kernel(kind._replace(wide=False), self.target)
             run(q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new, *last)
 
 

@@ -57,6 +57,7 @@ class DecodeKernel:
         wide: all row addresses are multiples of 16 bytes; else no ring, and 2-byte loads.
         min_blocks: CTAs per SM that registers must allow, 0 for any; stages: ring slots of 16 keys per warp.
         chunked: a CTA takes several consecutive splits, one after the other.
+        cluster: splits that may merge through their CTAs' shared memory, 0: none (8 is what every GPU allows).
         causal, window, softcap, sink, append, device_length: options; absent ones leave no code.
     """
 
@@ -80,6 +81,7 @@ class DecodeKernel:
         min_blocks: int,
         stages: int,
         chunked: bool,
+        cluster: int,
     ) -> None:
         if head_dim % 8 or not 16 <= head_dim <= 256 or row_tile not in (8, 16):
             raise ValueError(f"head_dim {head_dim}, row_tile {row_tile}")
@@ -93,7 +95,7 @@ class DecodeKernel:
         self.k_blocks = -(-head_dim // 32)
         self.v_blocks = -(-head_dim // 64)
         self.stages = stages if wide else 0
-        self.chunked = chunked
+        self.chunked, self.cluster = chunked, 0 if chunked else cluster
         self.lines = head_dim % 64 == 0  # rows consist of whole 128-byte lines
         self.k_slot = 32 * head_dim if self.lines else 1024 * self.k_blocks
         self.v_slot = 32 * head_dim if self.lines else 2048 * self.v_blocks
@@ -110,7 +112,8 @@ class DecodeKernel:
         else:
             self.ring_bytes = max(self.ring_bytes, part_bytes)
             self.part_stride, self.parts_at, self.running_at = self.ring_bytes, 0, None
-            self.smem_bytes = warps * self.ring_bytes
+            self.merged_at = warps * self.ring_bytes  # with clusters: the CTA's result, read by its peers
+            self.smem_bytes = self.merged_at + (part_bytes if self.cluster else 0)
 
     @cute.jit
     def __call__(
@@ -142,6 +145,7 @@ class DecodeKernel:
         ).launch(
             grid=[chunks * row_tiles, k.shape[1], k.shape[0]],
             block=[32 * self.warps, 1, 1],
+            cluster=[self.cluster, 1, 1] if self.cluster else None,
             stream=stream,
             min_blocks_per_mp=self.min_blocks,
             # Without a number here the DSL asks the driver for the SM's shared memory, which needs a GPU at compile time.
@@ -297,7 +301,7 @@ class DecodeKernel:
                     self._append_rows(k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.one_tile and not self.device_length):
-                count = chunks  # the host computed it with the same rule
+                count = split_slots  # the host computed it with the same rule
             else:
                 count = self._count(keys, size)
             self._merge_rows(
@@ -628,12 +632,42 @@ class DecodeKernel:
                 m, l, o = _merge(self._warp_parts(s_base, row, lane))
                 if count == 1:
                     self._finish(out, lse, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), m, l, o)
+                elif self.cluster and count <= self.cluster:
+                    self._store_state(s_base + self.merged_at, row, lane, (m, l, o))
                 else:
                     self._store_record(workspace, (slot0 + split) * self.rt + row, lane, m, l, o)
-        if count > 1:
+        together = False
+        if cutlass.const_expr(self.cluster):
+            together = count <= self.cluster
+        if together:
+            if count > 1:
+                self._merge_cluster(out, lse, sink, s_base, warp, lane, h, b, split, row0, last_row, count)
+        elif count > 1:
             self._arrive(
                 out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows, count, count,
             )  # fmt: skip
+
+    @cute.jit
+    def _merge_cluster(self, out, lse, sink, s_base, warp, lane, h, b, split, row0, last_row, count):
+        """All splits are in this cluster: rank = split; ranks from `count` on have exited, which both barriers allow for. The rows
+        are dealt out to all warps of all ranks."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        for row in cutlass.range(split + count * warp, last_row, count * self.warps, unroll=1):
+            state = self._no_state()
+            at = s_base + self.merged_at + row * 4 * self.pitch
+            parts = []
+            for rank in cutlass.range_constexpr(self.cluster):
+                there, ok = ptx.map_shared_rank(at, Int32(rank)), Int32(rank < count)
+                m, l = ptx.ld_cluster_f2(there + 4 * self.d, ok)
+                chunks = [ptx.ld_cluster_f4(there + 16 * self._column(c, lane), ok) for c in range(-(-self.d // 128))]
+                parts.append((ptx.select_f(ok, m, Float32(M_START)), l, chunks))
+            for part in parts:
+                state = _fold(state, part)
+            self._finish(out, lse, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), *state)
+        # No CTA may exit while its peers read from it.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     @cute.jit
     def _store_record(self, workspace, record, lane, m, l, o):
@@ -709,7 +743,9 @@ class DecodeKernel:
                     state = self._no_state()
                     if is_first == 0:
                         state = self._load_running(s_base, row, lane)
-                    self._store_running(s_base, row, lane, _fold(state, part))
+                    cute.arch.sync_warp()  # all lanes have read maximum and sum
+                    self._store_state(s_base + self.running_at, row, lane, _fold(state, part))
+                    cute.arch.sync_warp()
 
     def _load_running(self, s_base, row, lane):
         at = s_base + self.running_at + row * 4 * self.pitch
@@ -718,16 +754,15 @@ class DecodeKernel:
         return m, l, chunks
 
     @cute.jit
-    def _store_running(self, s_base, row, lane, state):
+    def _store_state(self, to, row, lane, state):
+        """A row's maximum, sum and O to shared memory."""
         m, l, o = state
-        at = s_base + self.running_at + row * 4 * self.pitch
+        at = to + row * 4 * self.pitch
         for c in cutlass.range_constexpr(-(-self.d // 128)):
             if 128 * c + 4 * lane < self.d:
                 ptx.st_shared_f4(at + 16 * (32 * c + lane), *o[c])
-        cute.arch.sync_warp()  # all lanes have read maximum and sum
         if lane == 0:
             ptx.st_shared_f2(at + 4 * self.d, m, l)
-        cute.arch.sync_warp()
 
     @cute.jit
     def _finish_rows(self, out, lse, sink, s_base, warp, lane, h, b, row0, n_rows):
