@@ -16,7 +16,12 @@ import torch
 from cute_kernels.kernels.splits import split_bound, split_count, split_size
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU (H100, H200)")
+
+
+def hopper(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU (H100, H200)")(test))
+
+
 LENGTHS = (0, 1, 7, 63, 64, 65, 127, 128, 129, 234, 400, 1000, 4096)
 
 

@@ -197,7 +197,7 @@ class _Plan:
         self.shape = self.shape_of(k_cache.shape[2]) if variant.device_length else None
 
     def shape_of(self, length: int) -> tuple:
-        """(function, its variant, floats of workspace, last arguments) for an int length, or for all device lengths to a capacity."""
+        """(function, its variant, floats of workspace, last arguments) for an int length or all device lengths to a capacity."""
         device_length = self.variant.device_length
         if device_length or self.row_tiles > 1:
             slots = split_bound(length, self.tile, self.cap)
