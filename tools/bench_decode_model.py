@@ -6,20 +6,20 @@
     tools/bench_decode_model.py --check                 teacher-forced logits on the GPU, against float32
     tools/bench_decode_model.py --tiny                  a toy shape on the CPU
 
-36 layers, 32/8 heads, D 128, capacity 32768, bf16, random weights; a prompt of 234 tokens, then upstream's own `decode_n_tokens` (its
-loop, its sampler, its end check, its codebook layers) to about 400. Needs pip install fish-speech==0.1.0 --no-deps and this package's
-extra "integrations".
+36 layers, 32/8 heads, D 128, capacity 32768, bf16, random weights; a prompt of 234 tokens, then upstream's own `decode_n_tokens`
+(its loop, its sampler, its end check, its codebook layers) to about 400. Needs fish-speech==0.1.0, installed with --no-deps, and this
+package's extra "integrations".
 
     full    the model as published: the whole capacity, KV heads expanded, MATH attention
-    slice   fish-speech's later change (its pull request 1312): mask, K and V cut to the filled length, a Python int, before that
+    slice   fish-speech's later change (pull request 1312): mask, K and V first cut to the filled length, a Python int
     ours    use_active_attention(model)
 
-compile is torch.compile(decode_one_token, fullgraph=True): for full and ours with mode "reduce-overhead" (CUDA graphs), as fish-speech
-0.1.0 has it; for slice with dynamic=True and the default mode, since its shapes change every token.
+compile is torch.compile(decode_one_token, fullgraph=True): for full and ours with mode "reduce-overhead" (CUDA graphs), as
+fish-speech 0.1.0 has it; for slice with dynamic=True and the default mode, since its shapes change every token.
 
-Columns: tokens/s of the loop by the wall clock; device ms a token, the sum of its kernels' times by torch.profiler; host ms a token,
-the median time until decode_one_token returns; peak reserved GB of prefill and decode. Compilation runs in parallel, measurement one
-process at a time (a file lock).
+Columns: tokens/s of the loop by the wall clock; device ms a token, the sum of its kernels' times by torch.profiler; host ms a
+token, the median time until decode_one_token returns; peak reserved GB of prefill and decode. The processes compile in parallel and
+measure one at a time (a file lock).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def prepare(model, variant: str) -> Length:
     return length
 
 
-def make_step(variant: str, mode: str, length):
+def make_step(variant: str, mode: str, length, backend: str = "inductor"):
     """decode_one_token for upstream's loop: step(kv_len, **its arguments)."""
     import torch
     from fish_speech.models.text2semantic import inference
@@ -136,21 +136,22 @@ def make_step(variant: str, mode: str, length):
         return step
     torch._inductor.config.coordinate_descent_tuning = False  # minutes of tuning, for elementwise kernels
     if variant == "slice":
-        return torch.compile(step, fullgraph=True, dynamic=True)
-    return torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead")
+        return torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
+    graphs = {"mode": "reduce-overhead"} if backend == "inductor" else {}
+    return torch.compile(step, backend=backend, fullgraph=True, dynamic=False, **graphs)
 
 
 class Decoder:
     """Prefill and decode loops of one variant."""
 
-    def __init__(self, model, variant: str, mode: str, device: str, prompt: int) -> None:
+    def __init__(self, model, variant: str, mode: str, device: str, prompt: int, backend: str = "inductor") -> None:
         import torch
         from fish_speech.models.text2semantic import inference
 
         self.torch, self.inference, self.model, self.device, self.prompt = torch, inference, model, device, prompt
         self.variant = variant
         self.length = prepare(model, variant)
-        self.step = make_step(variant, mode, self.length)
+        self.step = make_step(variant, mode, self.length, backend)
         self.eager = make_step(variant, "eager", self.length)
         config = model.config
         g = torch.Generator().manual_seed(1)
@@ -203,7 +204,7 @@ def measure(args: argparse.Namespace, variant: str, mode: str) -> dict:
     made: dict = {"variant": variant, "mode": mode}
     with torch.inference_mode() if mode == "eager" else torch.no_grad():
         began = time.perf_counter()
-        decoder = Decoder(make_model(shape, torch.bfloat16, device), variant, mode, device, args.prompt)
+        decoder = Decoder(make_model(shape, torch.bfloat16, device), variant, mode, device, args.prompt, args.backend)
         if gpu:
             torch.cuda.empty_cache()  # the mask's construction left a gigabyte behind
             torch.cuda.reset_peak_memory_stats()
@@ -270,8 +271,10 @@ def check(args: argparse.Namespace) -> dict:
             decoder = Decoder(model, "ours" if name == "ours" else "full", "eager", device, args.prompt)
             rows = []
             for step in range(steps):
-                at = torch.arange(args.prompt, device=device) if step == 0 else torch.tensor([args.prompt + step - 1], device=device)
-                x = decoder.ids[None] if step == 0 else decoder.ids[None, :, step : step + 1]
+                if step == 0:
+                    at, x = torch.arange(args.prompt, device=device), decoder.ids[None]
+                else:
+                    at, x = torch.tensor([args.prompt + step - 1], device=device), decoder.ids[None, :, step : step + 1]
                 rows.append(model.forward_generate(x, at).logits[0, -1].double())
             logits[name] = torch.stack(rows)
             del model, decoder
@@ -314,6 +317,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1, help="loops measured; the median counts")
     parser.add_argument("--check", action="store_true", help="teacher-forced logits instead of speed")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a process")
+    parser.add_argument("--backend", default="inductor", help="torch.compile's backend; aot_eager to trace alone")
     parser.add_argument("--csv", help="also write the table there")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--lock", help=argparse.SUPPRESS)
@@ -331,7 +335,7 @@ def main() -> int:
         for variant in args.variants:
             for mode in args.modes:
                 command = [sys.executable, __file__, "--child", variant, mode, "--lock", f"{folder}/lock"]
-                for name in ("prompt", "tokens", "warm", "repeat"):
+                for name in ("prompt", "tokens", "warm", "repeat", "backend"):
                     command += [f"--{name}", str(getattr(args, name))]
                 log = open(f"{folder}/{variant}-{mode}", "w+")  # noqa: SIM115  (closed below)
                 running.append((variant, mode, log, subprocess.Popen(command + ["--tiny"] * args.tiny, stdout=log, stderr=log)))
