@@ -71,6 +71,22 @@ def group_topk_kernel(config: Config, arch: str) -> tuple[Any, tuple]:
     )
 
 
+def prepare(
+    *,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    padded: bool,
+    target: Any,
+    **_: Any,
+) -> Any:
+    """function(indices, topk_length, cu_seqlens_q, union, length, mask, token_map, s_kv) runs the kernel on the current stream, for
+    all indices of this layout whose address is as aligned."""
+    wide = indices.shape[2] % 4 == 0 and indices.data_ptr() % 16 == 0
+    wide = wide and (indices.shape[0] <= 1 or indices.stride(0) % 4 == 0)
+    return group_topk_kernel(Config(wide, topk_length is not None, cu_seqlens_q is not None, padded), target)
+
+
 def launch(
     *,
     indices: Tensor,
@@ -93,10 +109,8 @@ def launch(
     mask = torch.empty((n, u // 128, 128), dtype=torch.uint8, device=device)
     token_map = torch.empty((n, group_size), dtype=torch.int32, device=device)
     if n:
-        wide = indices.shape[2] % 4 == 0 and indices.data_ptr() % 16 == 0
-        wide = wide and (indices.shape[0] == 1 or indices.stride(0) % 4 == 0)
-        config = Config(wide, topk_length is not None, cu_seqlens_q is not None, padded)
-        group_topk_kernel(config, current_target(device))(
-            indices, topk_length, cu_seqlens_q, union, length, mask, token_map, s_kv
+        function = prepare(
+            indices=indices, topk_length=topk_length, cu_seqlens_q=cu_seqlens_q, padded=padded, target=current_target(device)
         )
+        function(indices, topk_length, cu_seqlens_q, union, length, mask, token_map, s_kv)
     return union, length, mask, token_map

@@ -20,7 +20,7 @@ from cute_kernels.jit.target import current_target
 #   can_implement(**arguments) -> str | None      None, or why this case is not supported: a function of shapes, strides, dtypes and
 #                                                 options alone, since its answer is kept; not of addresses or of a length
 #   launch(**arguments, **outputs)                 writes the outputs on the current stream
-#   prepare(**arguments, target=)                  optional, for sparse_prefill: what a repeated call needs no more (its _plan)
+#   prepare(**arguments, target=)                  of sparse_prefill (optional) and group_topk: see _plan there
 KERNELS: dict[tuple[str, str], str] = {
     ("active_attention", "sm_90a"): "cute_kernels.kernels.sm90.decode",
     ("active_attention", "sm_100a"): "cute_kernels.kernels.sm100.decode",

@@ -54,18 +54,54 @@ def _sizes(indices, s_kv, group_size, cu_seqlens_q, max_union):
     return n, BLOCK * ((u + BLOCK - 1) // BLOCK)
 
 
+_plans = c.Plans()
+
+
+def _plan(arguments, padded, device, target):
+    """What layouts and numbers decide, kept for the calls that repeat them: (function or None for the reference, allocator, sizes
+    and strides of the results, backend). function(indices, topk_length, cu_seqlens_q, *results, s_kv)"""
+    kernel, backend = dispatch.select(_OP, device, target, arguments)
+    n, u, size = arguments["n"], arguments["u"], arguments["group_size"]
+    function = None if kernel is None else kernel.prepare(**arguments, padded=padded, target=target)
+    allocate = c.allocator(device, target is not None and target.backend is not None)
+    row, mask_row = max(u, 1), max(u, BLOCK)  # strides as torch gives them to empty tensors too
+    shapes = ((n, 1, u), (row, row, 1)), ((n,), (1,)), ((n, u // BLOCK, BLOCK), (mask_row, BLOCK, 1)), ((n, size), (size, 1))
+    return function, allocate, shapes, backend
+
+
 def _run(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union, padded):
-    _check(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union)
-    n, u = _sizes(indices, s_kv, group_size, cu_seqlens_q, max_union)
-    arguments = dict(
-        indices=indices, s_kv=s_kv, group_size=group_size, topk_length=topk_length, cu_seqlens_q=cu_seqlens_q, n=n, u=u
-    )
-    target = dispatch.current_target(indices.device)
-    kernel, backend = dispatch.select(_OP, indices.device, target, arguments)
-    strict = c.checking() or (kernel is None and indices.device.type == "cpu")
-    if strict and topk_length is not None and topk_length.numel():
+    layout = c.layout
+    device = indices.device
+    target = dispatch.current_target(device)
+    key = (
+        device, indices.dtype, indices.shape, indices.stride(), indices.data_ptr() & 15, s_kv, group_size, max_union, padded,
+        target, None if topk_length is None else layout(topk_length), None if cu_seqlens_q is None else layout(cu_seqlens_q),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        _check(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union)
+    strict = c.checking() or (target is None and device.type == "cpu")
+    if strict and topk_length is not None:
         check_topk_length(_OP, topk_length, indices.shape[2])
-    result = reference.group_topk(**arguments) if kernel is None else kernel.launch(**arguments, padded=padded)
+    if plan is None:
+        n, u = _sizes(indices, s_kv, group_size, cu_seqlens_q, max_union)
+        arguments = dict(
+            indices=indices, s_kv=s_kv, group_size=group_size, topk_length=topk_length, cu_seqlens_q=cu_seqlens_q, n=n, u=u
+        )
+        plan = _plans[key] = _plan(arguments, padded, device, target)
+    function, allocate, shapes, backend = plan
+    (union, rows), lengths, (mask, mask_rows), (token_map, slots) = shapes
+    n, _, u = union
+    if function is None:
+        result = reference.group_topk(indices, s_kv, group_size, topk_length, cu_seqlens_q, n, u)
+    else:
+        i32 = torch.int32
+        result = (
+            allocate(union, rows, i32), allocate(*lengths, i32), allocate(mask, mask_rows, torch.uint8),
+            allocate(token_map, slots, i32),
+        )  # fmt: skip
+        if n:
+            function(indices, topk_length, cu_seqlens_q, *result, s_kv)
     if strict and n and max_union is not None:
         need = int(result[1].max())
         if need > u:
@@ -93,7 +129,24 @@ def _fake(indices, s_kv, group_size=8, topk_length=None, cu_seqlens_q=None, max_
 c.implement(_OP, _real, _fake)
 c.implement(f"{_OP}.unpadded", _real_unpadded, _fake)
 _default = torch.ops.cute_kernels.group_topk.default
-unpadded = torch.ops.cute_kernels.group_topk.unpadded
+_unpadded = torch.ops.cute_kernels.group_topk.unpadded
+
+
+def _direct(indices, s_kv, group_size, topk_length, cu_seqlens_q) -> bool:
+    """Whether the dispatcher may be left out (see `unobserved`): it has neither a type to convert nor a tensor to hand on."""
+    return (
+        type(indices) is Tensor and type(s_kv) is int and type(group_size) is int
+        and (topk_length is None or type(topk_length) is Tensor)
+        and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
+        and c.unobserved()
+    )  # fmt: skip
+
+
+def unpadded(indices, s_kv, group_size, topk_length, cu_seqlens_q) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`group_topk` for a caller that reads no further than the union's last block of 128."""
+    if _direct(indices, s_kv, group_size, topk_length, cu_seqlens_q):
+        return _run(indices, s_kv, group_size, topk_length, cu_seqlens_q, None, False)
+    return _unpadded(indices, s_kv, group_size, topk_length, cu_seqlens_q)
 
 
 def group_topk(
@@ -126,4 +179,6 @@ def group_topk(
         head_group_mask [n, U/128, 128] uint8, as `sparse_prefill` takes it: group g of the mask is slot g of the group
         token_map [n, group_size] int32, the query row of each slot, -1 for none. Unused groups come last.
     """
+    if (max_union is None or type(max_union) is int) and _direct(indices, s_kv, group_size, topk_length, cu_seqlens_q):
+        return _run(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union, True)
     return _default(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union)

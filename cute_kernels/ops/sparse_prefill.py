@@ -87,7 +87,7 @@ def _plan(arguments, device, target):
     kernel, backend = dispatch.select("sparse_prefill", device, target, arguments)
     rest = (
         c.allocator(device, target is not None and target.backend is not None),
-        ((s_q, h_q, d_v), (h_q * d_v, d_v, 1), (s_q, h_q), (h_q, 1)),
+        ((s_q, h_q, d_v), (max(h_q, 1) * d_v, d_v, 1), (s_q, h_q), (max(h_q, 1), 1)),  # as torch gives them to empty ones too
         backend,
     )
     if s_q == 0 or h_q == 0:
