@@ -16,17 +16,15 @@ TMA (the DSL's copy elects a thread); 6, 7 load the other tiles: the one that `k
 0 x NaN is NaN), tiles with appended rows, and all tiles of caches whose rows do not start at multiples of 16 bytes. They also write
 appended rows.
 
-Ring: slots of one K or V tile, in the order of use: the K tiles of a group, then its V tiles.
+Ring: slots of one K or V tile, in the order of use: the K tiles of a group, then its V tiles; its barriers full and empty as in
+attention_base.
 
 Barriers (count; who arrives; who waits). All start in phase 0; a role waits for "full" with parity 0 first, for "empty" with 1.
-  full[slot]   2 + bytes   warp 5, with the bytes of its TMA if the tile is its own; a thread of warps 6-7    warp 4
-  empty[slot]  1           commit after the MMAs that read the slot                                           warps 5, 6, 7
   q_full       4           warps 0-3, Q written                                                               warp 4
   s_full[j]    1           commit after S of the group's tile j                                               warps 0-3
   p_full[2]    4           warps 0-3: P written, S of that tile read                                          warp 4
   p_empty[2]   1           commit after P V                                                                   warps 0-3
   o_full       1           commit after the group's last P V                                                  warps 0-3
-Both producers pass every slot, whoever fills it: one that waited only for its own tiles could miss a phase, or two.
 S of the next group may overwrite tile j's S because warp 4 has passed p_full of every tile of this group; O likewise, because
 warps 0-3 read O before they arrive at p_full of the next group. Named barrier 1: warps 0-3; 2: warps 6-7.
 
@@ -47,20 +45,26 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.nvgpu import tcgen05 as cute_tcgen05
 
 from cute_kernels.kernels import ptx
 from cute_kernels.kernels.sm100 import tcgen05 as tc
+from cute_kernels.kernels.sm100.attention_base import (
+    BLOCK_BYTES,
+    LN2,
+    M_START,
+    SMEM_CTA,
+    TILE,
+    AttentionBase,
+    _address,
+    _row_address,
+    _stat_address,
+    barrier_names,
+    init_barriers,
+)
 from cute_kernels.kernels.split_merge import merge
 from cute_kernels.kernels.splits import split_size
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
-M_START = -1.0e30
-TILE = 128  # keys
 GROUP_TILES = 4
-SMEM_CTA = 227 * 1024  # most of one CTA
 SMEM_HALF = 113 * 1024  # ... when two share an SM (1 KiB each is the driver's)
 IN_FLIGHT = 96 * 1024  # bytes of K and V on the way that an SM needs at least (HBM rate x latency / SMs, with a margin)
 
@@ -69,8 +73,7 @@ class Budget:
     """Shared and tensor memory of a variant. Offsets in bytes from a 1024-byte boundary."""
 
     def __init__(self, blocks: int, n: int) -> None:
-        self.tile_bytes = TILE * 128  # one 64-dim block of a tile
-        self.slot = blocks * self.tile_bytes
+        self.slot = blocks * BLOCK_BYTES
         self.q_bytes = blocks * n * 128
         self.p_bytes = TILE * n * 2
         self.stats = 2 * 4 * n * 4  # maxima, sums: [4 warps][n]
@@ -87,9 +90,8 @@ class Budget:
         self.total = self.bars + 256
         assert self.slots >= 2 and self.total + 1024 <= SMEM_CTA
         # Barriers, 8 bytes each, then the word that receives the address of the tensor memory, then the arrival flag.
-        names = [f"full{i}" for i in range(self.slots)] + [f"empty{i}" for i in range(self.slots)]
-        names += ["q_full"] + [f"s_full{i}" for i in range(GROUP_TILES)]
-        names += ["p_full0", "p_full1", "p_empty0", "p_empty1", "o_full"]
+        s_full = [f"s_full{i}" for i in range(GROUP_TILES)]
+        names = barrier_names(self.slots, "q_full", *s_full, "p_full0", "p_full1", "p_empty0", "p_empty1", "o_full")
         self.bar = {name: self.bars + 8 * i for i, name in enumerate(names)}
         self.counts = [4 if name[:6] in ("q_full", "p_full") else 2 if name[:4] == "full" else 1 for name in names]
         self.tmem_word = self.bars + 8 * len(names)
@@ -102,18 +104,12 @@ class Budget:
         assert self.columns <= 512
 
 
-class DecodeKernel:
-    """One compiled variant. Every argument is a compile-time constant.
+class DecodeKernel(AttentionBase):
+    """One compiled variant. Every argument is a compile-time constant: those of AttentionBase, and
 
     Args:
-        bf16: bfloat16, else float16.
-        head_dim: D, a multiple of 8, 16..256.
-        group: G = Hq / Hkv.
-        single_token: q_len is 1, so no per-row mask is needed.
-        n: packed rows per CTA, 16 or 32, of which a whole number of tokens is used where a token fits.
+        n: packed rows per CTA, 16 or 32.
         split_cap: largest number of splits (see splits.split_size).
-        wide: all row addresses are multiples of 16 bytes; else no TMA, and 2-byte loads.
-        causal, window, softcap, sink, append, device_length: options; absent ones leave no code.
     """
 
     def __init__(
@@ -132,18 +128,18 @@ class DecodeKernel:
         append: bool,
         device_length: bool,
     ) -> None:
-        if head_dim % 8 or not 16 <= head_dim <= 256 or n not in (16, 32):
-            raise ValueError(f"head_dim {head_dim}, n {n}")
-        self.bf16, self.d, self.group, self.single, self.n, self.cap = bf16, head_dim, group, single_token, n, split_cap
-        self.wide, self.causal, self.window, self.softcap, self.sink = wide, causal, window, softcap, sink
-        self.append, self.device_length = append, device_length
-        self.dtype = cutlass.BFloat16 if bf16 else cutlass.Float16
-        self.rt = rows_per_tile(n, group)
+        if n not in (16, 32):
+            raise ValueError(f"n {n}")
+        super().__init__(
+            bf16, head_dim, group, single_token, n, wide, causal, window, softcap, sink, append, device_length
+        )
+        self.n, self.cap = n, split_cap
         self.one_tile = single_token and group <= n  # all rows of a (b, h)
         self.blocks = -(-head_dim // 64)
         # (first block, blocks) of each product of V^T and P.
         self.products = [(i, min(2, self.blocks - i)) for i in range(0, self.blocks, 2)]
         self.budget = Budget(self.blocks, n)
+        self.slots = self.budget.slots
         # Two CTAs an SM, where shared memory allows them, leave 128 registers a thread.
         self.ctas = 2 if self.budget.total + 1024 <= SMEM_HALF and n == 16 and wide else 1
         self.pitch = head_dim + 4  # floats per row in the workspace: O, maximum, sum, 2 unused
@@ -170,10 +166,7 @@ class DecodeKernel:
         row_tiles: Int32,
         stream,
     ):
-        tma_k = tma_k_coords = tma_v = tma_v_coords = None
-        if cutlass.const_expr(self.wide):
-            tma_k, tma_k_coords = self._tensor_map(k)
-            tma_v, tma_v_coords = self._tensor_map(v)
+        (tma_k, tma_k_coords), (tma_v, tma_v_coords) = self._tensor_maps(k, v)
         self.kernel(
             q, k, v, tma_k, tma_k_coords, tma_v, tma_v_coords, out, lse, lengths, length, workspace, counters, sink, k_new, v_new,
             scale, cap_log2, window_left, split_slots, row_tiles,
@@ -185,20 +178,6 @@ class DecodeKernel:
             # Without a number here the DSL asks the driver for the SM's shared memory, which needs a GPU at compile time.
             preferred_smem_carveout=100,
         )  # fmt: skip
-
-    def _box(self):
-        """One 64-dim block of a tile in shared memory."""
-        atom = cute_tcgen05.make_smem_layout_atom(cute_tcgen05.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, (TILE, 64), order=(0, 1))
-
-    def _tensor_map(self, x):
-        """A cache seen as (row, dim, head, batch), through its own strides; that of a dimension of size 1 may be anything."""
-        strides = [cutlass.select_(x.shape[i] == 1, Int64(8), x.stride[i]) for i in range(3)]
-        s0, s1, s2 = [cute.assume(s, divby=8) for s in strides]
-        view = cute.make_tensor(
-            x.iterator, cute.make_layout((x.shape[2], self.d, x.shape[1], x.shape[0]), stride=(s2, 1, s1, s0))
-        )
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, self._box(), (TILE, 64))
 
     @cute.kernel
     def kernel(
@@ -219,11 +198,7 @@ class DecodeKernel:
             split, row_tile = x % split_slots, x // split_slots
         row0 = row_tile * self.rt
 
-        kv_len = length
-        if cutlass.const_expr(self.device_length):
-            # One lane of each warp asks: idle CTAs do nothing else, and there may be many.
-            word = tc.ld_global_1_if(_address(lengths) + Int64(b) * 4, Int32(cute.arch.lane_idx() == 0))
-            kv_len = cutlass.max(0, cutlass.min(ptx.shuffle_i(word, Int32(0)), capacity))
+        kv_len = self._kv_len(lengths, length, b, capacity)
         # Keys that any row of this tile may see: [low, high).
         low, high = Int32(0), kv_len
         if cutlass.const_expr(self.window):
@@ -243,21 +218,6 @@ class DecodeKernel:
                 size, begin, end,
             )  # fmt: skip
 
-    def _token(self, row_tile, row: int):
-        """Query token of a row of a tile."""
-        if self.single:
-            return Int32(0)
-        if self.group <= self.n:
-            return row_tile * (self.rt // self.group) + row // self.group
-        return (row_tile * self.rt + row) // self.group
-
-    def _head(self, h, row_tile, row: int):
-        if self.single:
-            return h * self.group + row_tile * self.rt + row
-        if self.group <= self.n:
-            return h * self.group + row % self.group
-        return h * self.group + (row_tile * self.rt + row) % self.group
-
     @cute.jit
     def _work(
         self, q, k, v, tma_k, tma_k_coords, tma_v, tma_v_coords, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2,
@@ -269,9 +229,7 @@ class DecodeKernel:
         if warp == 4:
             tc.alloc(base + self.budget.tmem_word, self.budget.columns)
         if warp == 5 and lane == 0:
-            for i, count in enumerate(self.budget.counts):
-                tc.mbar_init(base + self.budget.bars + 8 * i, count)
-            tc.fence_mbar_init()
+            init_barriers(base + self.budget.bars, self.budget.counts)
         tc.fence_before()
         cute.arch.sync_threads()
         tc.fence_after()
@@ -292,149 +250,40 @@ class DecodeKernel:
             if lane == 0:
                 self._mma_thread(base, bar, tmem, n_tiles)
         elif warp == 5:
-            self._tma_warp(tma_k, tma_k_coords, tma_v, tma_v_coords, base, bar, lane, h, b, begin, old, n_tiles)
+            maps = (tma_k, tma_k_coords), (tma_v, tma_v_coords)
+            self._tma_warp(maps, base, bar, lane, h, b, begin, old, n_tiles)
         else:
-            self._loader_warps(k, v, k_new, v_new, base, bar, tid - 192, h, b, q_len, kv_len, begin, end, old, n_tiles)
+            sources = self._sources(k, v, k_new, v_new, h, b)
+            self._loader_warps(sources, base, bar, tid - 192, begin, end, old, kv_len - q_len, n_tiles)
             if cutlass.const_expr(self.append):
                 if split == 0:
-                    self._append_rows(k, v, k_new, v_new, tid - 192, h, b, row_tile, n_rows, q_len, kv_len)
+                    self._append_rows(k, v, k_new, v_new, tid - 192, h, b, row0, row0 + self.rt - 1, q_len, kv_len)
         tc.fence_before()
         cute.arch.sync_threads()
         tc.fence_after()
         if warp == 4:
             tc.dealloc(tmem, self.budget.columns)
 
-    # ---- loads ----------------------------------------------------------------------------------------------------
-    def _next(self, slot, phase):
-        """The ring's next slot, and the parity of its pass."""
-        wrap = slot == self.budget.slots - 1
-        return cutlass.select_(wrap, Int32(0), slot + 1), phase ^ Int32(wrap)
-
+    # ---- loads: the K tiles of a group, then its V tiles -----------------------------------------------------------
     @cute.jit
-    def _tma_warp(self, tma_k, tma_k_coords, tma_v, tma_v_coords, base, bar, lane, h, b, begin, old, n_tiles):
+    def _tma_warp(self, maps, base, bar, lane, h, b, begin, old, n_tiles):
         slot, phase = Int32(0), Int32(0)
         for g in cutlass.range(0, n_tiles, GROUP_TILES, unroll=1):
             tiles = cutlass.min(n_tiles - g, GROUP_TILES)
-            for atom, coords in ((tma_k, tma_k_coords), (tma_v, tma_v_coords)):
+            for tensor_map in maps:
                 for j in cutlass.range(tiles, unroll=1):
-                    row = begin + (g + j) * TILE
-                    ptx.mbar_wait(bar["empty0"] + 8 * slot, phase ^ 1)
-                    full = bar["full0"] + 8 * slot
-                    mine = self.wide and row + TILE <= old
-                    if lane == 0:
-                        if mine:
-                            ptx.mbar_expect(full, self.budget.slot)
-                        else:
-                            tc.mbar_arrive(full)
-                    if cutlass.const_expr(self.wide):
-                        if mine:
-                            self._tma_tile(atom, coords, base + slot * self.budget.slot, full, row, h, b)
+                    self._tma_slot(tensor_map, base, bar, slot, phase, begin + (g + j) * TILE, old, lane, h, b)
                     slot, phase = self._next(slot, phase)
 
-    def _tma_tile(self, atom, coords, to, full, row, h, b):
-        rows = cute.domain_offset((row, 0), coords[None, None, h, b])
-        bar_ptr = cute.make_ptr(Int64, full, cute.AddressSpace.smem, assumed_align=8)
-        for c in range(self.blocks):
-            box = cute.make_tensor(
-                cute.make_ptr(self.dtype, to + c * self.budget.tile_bytes, cute.AddressSpace.smem, assumed_align=1024),
-                self._box(),
-            )
-            source = cute.local_tile(rows, (TILE, 64), (0, c))
-            s, g = cpasync.tma_partition(
-                atom, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), cute.group_modes(source, 0, 2)
-            )
-            cute.copy(atom, g, s, tma_bar_ptr=bar_ptr)
-
     @cute.jit
-    def _loader_warps(self, k, v, k_new, v_new, base, bar, t, h, b, q_len, kv_len, begin, end, old, n_tiles):
-        """Tiles that TMA does not load; t is 0..63."""
+    def _loader_warps(self, sources, base, bar, t, begin, end, old, new_start, n_tiles):
         slot, phase = Int32(0), Int32(0)
-        new_start = kv_len - q_len
-        sources = [(_head_address(x, b, h), Int64(x.stride[2]) * 2) for x in (k, v)]
-        new_sources = [None, None]
-        if cutlass.const_expr(self.append):
-            new_sources = [(_head_address(x, b, h), Int64(x.stride[2]) * 2) for x in (k_new, v_new)]
         for g in cutlass.range(0, n_tiles, GROUP_TILES, unroll=1):
             tiles = cutlass.min(n_tiles - g, GROUP_TILES)
-            for source, new_source in zip(sources, new_sources):
+            for source in sources:
                 for j in cutlass.range(tiles, unroll=1):
-                    row = begin + (g + j) * TILE
-                    ptx.mbar_wait(bar["empty0"] + 8 * slot, phase ^ 1)
-                    mine = not self.wide or row + TILE > old
-                    if mine:
-                        self._copy_tile(source, new_source, base + slot * self.budget.slot, t, row, end, new_start)
-                        tc.fence_proxy_async()
-                    cute.arch.barrier(barrier_id=2, number_of_threads=64)
-                    if t == 0:
-                        tc.mbar_arrive(bar["full0"] + 8 * slot)
+                    self._loader_slot(source, base, bar, slot, phase, begin + (g + j) * TILE, end, old, new_start, t)
                     slot, phase = self._next(slot, phase)
-
-    @cute.jit
-    def _copy_tile(self, source, new_source, to, t, row, end, new_start):
-        """128 rows by 64 threads, 8 neighbouring threads to a 128-byte line; rows at or past `end` and dims past D become zeros."""
-        piece = t % 8
-        address, stride = source
-        for i in cutlass.range(TILE // 8, unroll=2):
-            r = t // 8 + 8 * i
-            key = row + r
-            inside = key < end
-            at = address + Int64(cutlass.select_(inside, key, Int32(0))) * stride
-            if cutlass.const_expr(self.append):
-                new_address, new_stride = new_source
-                at = cutlass.select_(inside & (key >= new_start), new_address + Int64(key - new_start) * new_stride, at)
-            swizzled = to + r * 128 + 16 * (piece ^ (r % 8))
-            for c in cutlass.range_constexpr(self.blocks):
-                ok = inside if 64 * (c + 1) <= self.d else inside & (64 * c + 8 * piece < self.d)
-                self._copy_16(swizzled + c * self.budget.tile_bytes, at + 2 * (64 * c + 8 * piece), ok, at)
-        if cutlass.const_expr(self.wide):
-            ptx.cp_async_commit()
-            ptx.cp_async_wait(0)
-
-    def _copy_16(self, to, source, ok, valid):
-        """16 bytes of global to shared memory, or zeros; `valid` is an address that exists."""
-        if self.wide:
-            ptx.cp_async_16_zfill(to, cutlass.select_(ok, source, valid), 16 * Int32(ok))
-        else:
-            tc.st_shared_4(to, *ptx.ld_global_nc_4_halves(source, Int32(ok)))
-
-    @cute.jit
-    def _append_rows(self, k, v, k_new, v_new, t, h, b, row_tile, n_rows, q_len, kv_len):
-        """Copy the new rows of this tile's tokens into the cache: a warp per token, 16 bytes per lane."""
-        first = self._token(row_tile, 0)
-        last = cutlass.min(self._token(row_tile, self.rt - 1), q_len - 1)
-        lane = t % 32
-        for token in cutlass.range(first + t // 32, last + 1, 2, unroll=1):
-            row = kv_len - q_len + token
-            if row >= 0 and 8 * lane < self.d:
-                for cache, new in ((k, k_new), (v, v_new)):
-                    source = _head_address(new, b, h) + Int64(token) * Int64(new.stride[2]) * 2 + 16 * lane
-                    to = _head_address(cache, b, h) + Int64(row) * Int64(cache.stride[2]) * 2 + 16 * lane
-                    if cutlass.const_expr(self.wide):
-                        words = ptx.ld_global_nc_4(source, Int32(1))
-                        ptx.st_global_2(to, words[0], words[1])
-                        ptx.st_global_2(to + 8, words[2], words[3])
-                    else:
-                        words = ptx.ld_global_nc_4_halves(source, Int32(1))
-                        for i in cutlass.range_constexpr(4):
-                            ptx.st_global_halves(to + 4 * i, words[i])
-
-    @cute.jit
-    def _load_q(self, q, base, tid, h, b, row_tile, n_rows):
-        """Q as B operand, K-major: [block][row][64 dims], rows without a query are zeros."""
-        per_row = 8 * self.blocks
-        for i in cutlass.range_constexpr(-(-self.n * per_row // 128)):
-            index = tid + 128 * i
-            row, piece = index // per_row, index % per_row
-            packed = row_tile * self.rt + row
-            token, head = packed // self.group, packed % self.group
-            ok = (row < self.rt) & (packed < n_rows) & (8 * piece < self.d)
-            offset = Int64(b) * q.stride[0] + Int64(h * self.group + head) * q.stride[1] + Int64(token) * q.stride[2]
-            source = _address(q) + (offset + 8 * piece) * 2
-            words = ptx.ld_global_nc_4(source, Int32(ok)) if self.wide else ptx.ld_global_nc_4_halves(source, Int32(ok))
-            to = base + self.budget.q + (piece // 8) * (self.n * 128) + row * 128 + 16 * ((piece % 8) ^ (row % 8))
-            if row < self.n:
-                tc.st_shared_4(to, *words)
-        tc.fence_proxy_async()
 
     # ---- tensor core ----------------------------------------------------------------------------------------------
     @cute.jit
@@ -442,7 +291,7 @@ class DecodeKernel:
         n, budget = self.n, self.budget
         k_desc = tc.smem_descriptor(tc.SWIZZLE_128B, 16, 1024)
         s_idesc = tc.instruction_descriptor(TILE, n, self.bf16, False, False)
-        v_desc = tc.smem_descriptor(tc.SWIZZLE_128B, budget.tile_bytes, 1024)
+        v_desc = tc.smem_descriptor(tc.SWIZZLE_128B, BLOCK_BYTES, 1024)
         p_desc = tc.smem_descriptor(tc.SWIZZLE_32B, TILE * 32, 256)
         slot, phase = Int32(0), Int32(0)
         if n_tiles > 0:
@@ -457,7 +306,7 @@ class DecodeKernel:
                     block, inner = step // 4, 32 * (step % 4)
                     tc.mma(
                         tmem + j * n,
-                        k_tile + block * budget.tile_bytes + inner, k_desc,
+                        k_tile + block * BLOCK_BYTES + inner, k_desc,
                         base + budget.q + block * (n * 128) + inner, k_desc,
                         s_idesc, step > 0,
                     )  # fmt: skip
@@ -477,7 +326,7 @@ class DecodeKernel:
                         accumulate = True if step > 0 else Int32(j > 0)
                         tc.mma(
                             tmem + budget.o_column + i * n,
-                            v_tile + first * budget.tile_bytes + step * 2048, v_desc,
+                            v_tile + first * BLOCK_BYTES + step * 2048, v_desc,
                             p_tile + step * 512, p_desc,
                             idesc, accumulate,
                         )  # fmt: skip
@@ -494,7 +343,7 @@ class DecodeKernel:
     ):  # fmt: skip
         n = self.n
         if n_tiles > 0:
-            self._load_q(q, base, tid, h, b, row_tile, n_rows)
+            self._load_q(q, base + self.budget.q, tid, h, b, row0, n_rows)
             cute.arch.sync_warp()
             if lane == 0:
                 tc.mbar_arrive(bar["q_full"])
@@ -545,10 +394,7 @@ class DecodeKernel:
         x = []
         inside = key < end
         for row, raw in enumerate(tc.ld(address, self.n)):
-            y = raw * scale
-            if self.softcap:
-                # tanh y = 1 - 2 / (exp 2y + 1): tanh.approx errs by 2^-11, which a cap of 50 makes 0.02.
-                y = (1.0 - 2.0 * ptx.rcp(ptx.exp2(y * (2 * LOG2E)) + 1.0)) * cap_log2
+            y = self._capped(raw * scale, cap_log2)
             ok = inside
             if not self.single and (self.causal or self.window):
                 pos = pos0 + self._token(row_tile, row)
@@ -679,12 +525,6 @@ class DecodeKernel:
             if tc.ld_shared_1(base + self.budget.last_word) == count - 1:
                 self._merge_splits(out, lse, workspace, sink, warp, lane, h, b, row_tile, row0, rows_here, slot0, count)
 
-    def _sink_weight(self, sink, head, m, ok):
-        if not self.sink:
-            return Float32(0.0)
-        bits = ptx.ld_global_1(_address(sink) + Int64(cutlass.select_(ok, head, Int32(0))) * 4)
-        return ptx.exp2(ptx.as_float(bits) * LOG2E - m)
-
     @cute.jit
     def _merge_splits(self, out, lse, workspace, sink, warp, lane, h, b, row_tile, row0, rows_here, slot0, count):
         """A warp per row, 4 dims of every 128 per lane; a batch of splits' loads in flight together."""
@@ -718,25 +558,3 @@ class DecodeKernel:
                     ptx.st_global_2(to + 2 * col, words[0], words[1])
             if lane == 0:
                 ptx.st_global_f1(_stat_address(lse, b, head, token), (m + ptx.log2(l)) * LN2)
-
-
-def rows_per_tile(n: int, group: int) -> int:
-    """Packed rows that a tile of n holds: whole tokens, where one fits."""
-    return n - n % group if group <= n else n
-
-
-def _address(tensor):
-    return Int64(tensor.iterator.toint())
-
-
-def _head_address(x, b, h):
-    """Of row 0 of a (b, h) in a 16-bit tensor [B, H, ., D]."""
-    return _address(x) + (Int64(b) * x.stride[0] + Int64(h) * x.stride[1]) * 2
-
-
-def _row_address(x, b, head, token):
-    return _head_address(x, b, head) + Int64(token) * x.stride[2] * 2
-
-
-def _stat_address(lse, b, head, token):
-    return _address(lse) + (Int64(b) * lse.stride[0] + Int64(head) * lse.stride[1] + Int64(token) * lse.stride[2]) * 4
