@@ -7,12 +7,14 @@ its own list: every KV row is read once per group and no head is padding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from cute_kernels.ops import _common as c
 from cute_kernels.ops.group_topk import MAX_GROUP, unpadded
-from cute_kernels.ops.sparse_prefill import MAX_HEADS, sparse_prefill
+from cute_kernels.ops.sparse_prefill import D_V, MAX_HEADS, sparse_prefill
 
 _NAME = "grouped_sparse_prefill"
 
@@ -62,37 +64,64 @@ def grouped_sparse_prefill(
 
     union, length, mask, token_map = unpadded(indices, kv.shape[0], group_size, topk_length, cu_seqlens_q)
     n = token_map.shape[0]
-    # Whole groups in order need no gather: token i is slot i % G of group i // G.
-    in_order = cu_seqlens_q is None
-    if in_order and s % group_size == 0 and h == p:
-        packed = q.reshape(n, group_size * p, d)
-    else:
-        packed = q.new_zeros((n * group_size, p, d))
-        if in_order:
-            packed[:s, :h] = q
-        elif s:
-            slots = token_map.view(-1)
-            packed[:, :h] = torch.where((slots >= 0)[:, None, None], q[slots.clamp(min=0).long()], 0)
-        packed = packed.view(n, group_size * p, d)
     sink = None
     if attn_sink is not None:
         sink = torch.nn.functional.pad(attn_sink, (0, p - h)).repeat(group_size)
-    out, max_logits, lse = sparse_prefill(
-        packed, kv, union, sm_scale, attn_sink=sink, topk_length=length, head_group_mask=mask, head_group_size=p
-    )
-    results = [t.view(n * group_size, p, *t.shape[2:])[:, :h] for t in (out, max_logits, lse)]
-    if in_order:
-        return tuple(t[:s].contiguous() for t in results)
-    # Where each query row went; rows in no group read one extra row that holds the empty result.
-    slots = token_map.view(-1).long()
-    where = torch.full((s + 1,), n * group_size, dtype=torch.long, device=q.device)
-    where.scatter_(0, torch.where(slots >= 0, slots, s), torch.arange(n * group_size, device=q.device))
+
+    def attend(packed: Tensor, groups: slice, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        return sparse_prefill(
+            packed.view(-1, group_size * p, d), kv, union[groups], sm_scale, attn_sink=sink, topk_length=length[groups],
+            head_group_mask=mask[groups], head_group_size=p, out=out,
+        )  # fmt: skip
+
+    if cu_seqlens_q is None:
+        return _in_order(q, p, group_size, n, attend)
+    return _by_map(q, p, group_size, n, token_map, attend)
+
+
+def _in_order(q: Tensor, p: int, group_size: int, n: int, attend: Callable) -> tuple[Tensor, Tensor, Tensor]:
+    """Token i is slot i % G of group i // G: where heads need no padding, whole groups are a view of q."""
+    s, h, d = q.shape
+    whole = s // group_size if h == p else 0
+    if whole == n:
+        results = attend(q.reshape(n * group_size, p, d), slice(0, n))
+    elif whole == 0 or torch.compiler.is_compiling():
+        packed = q.new_zeros((n * group_size, p, d))
+        packed[:s, :h] = q
+        results = attend(packed, slice(0, n))
+    else:
+        # The last group has fewer tokens than slots. A launch of its own takes less time than a copy of q.
+        last = q.new_zeros((group_size, p, d))
+        last[: s - whole * group_size] = q[whole * group_size :]
+        out = q.new_empty((n, group_size * p, D_V))
+        _, *stats = attend(q[: whole * group_size].reshape(-1, p, d), slice(0, whole), out[:whole])
+        _, *last_stats = attend(last, slice(whole, n), out[whole:])
+        results = out, *(torch.cat(pair) for pair in zip(stats, last_stats))
+    return tuple(t.view(n * group_size, p, *t.shape[2:])[:s, :h].contiguous() for t in results)
+
+
+def _by_map(
+    q: Tensor, p: int, group_size: int, n: int, token_map: Tensor, attend: Callable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups as token_map names them. An empty slot attends to nothing, so it may hold any row of q."""
+    s, h, d = q.shape
+    slots = token_map.view(-1)
+    if n == 0 or s == 0:
+        stats = [q.new_full((s, h), value, dtype=torch.float32) for value in (-torch.inf, torch.inf)]
+        return q.new_zeros((s, h, D_V)), *stats
+    packed = q.index_select(0, slots.clamp(min=0))
+    if h != p:
+        packed = torch.nn.functional.pad(packed, (0, 0, 0, p - h))
+    out = q.new_empty((n + 1, group_size * p, D_V))
+    out[n] = 0  # what rows in no group read
+    _, max_logits, lse = attend(packed, slice(0, n), out[:n])
+    # Where each query row went.
+    nowhere = n * group_size
+    where = torch.full((s + 1,), nowhere, dtype=torch.long, device=q.device)
+    where.scatter_(0, torch.where(slots >= 0, slots, s).long(), torch.arange(nowhere, device=q.device))
     where = where[:s]
-    ungrouped = where == n * group_size
-    if n == 0:
-        empty = (q.new_zeros((s, h, out.shape[-1])), max_logits.new_full((s, h), -torch.inf), lse.new_full((s, h), torch.inf))
-        return empty
-    picked = [t[where.clamp(max=n * group_size - 1)] for t in results]
-    for t, value in zip(picked, (0.0, -torch.inf, torch.inf)):
-        t.masked_fill_(ungrouped.view(-1, *[1] * (t.dim() - 1)), value)
-    return tuple(picked)
+    results = [out.view(nowhere + group_size, p, D_V)[:, :h][where]]
+    for t, value in ((max_logits, -torch.inf), (lse, torch.inf)):
+        picked = t.view(nowhere, p)[:, :h][where.clamp(max=nowhere - 1)]
+        results.append(picked.masked_fill_((where == nowhere)[:, None], value))
+    return tuple(results)
