@@ -1,8 +1,8 @@
 """Active-length attention for few query rows (decode) on Hopper: the device side.
 
-Work. One CTA owns (batch row b, KV head h, row tile, split): up to 8 or 16 packed query rows (token-major, the G heads that share
-KV head h inside) against `split_size` consecutive keys. Its warps are independent until the end: each takes 16 keys of every
-`tile` = 16 * warps keys, so the loop has no barrier.
+Work. One CTA owns (batch row b, KV head h, row tile, one or several splits): up to 8 or 16 packed query rows (token-major, the G
+heads that share KV head h inside) against `split_size` consecutive keys each. Its warps are independent until the end of a split:
+each takes 16 keys of every `tile` = 16 * warps keys, so the loop has no barrier.
 
 K and V in fragment order. 16-byte loads bring exactly what the lane's mma.sync fragments need, because a sum over head dimensions
 may be taken in any order and output dimensions may be numbered in any order: no transposing loads. They go by cp.async through the
@@ -20,9 +20,10 @@ Numbers. Logits in base 2: x = scale * log2(e) * q.k, fp32. The running maximum 
 without keys ends with maximum -1e30 and sum 0, never NaN. Rows at or past kv_len are never used: a load past the end goes to the
 last row instead, whose weight for that key is 0. P is rounded to 16 bits for P V, the sum takes the unrounded values.
 
-Reduction. Warps merge through shared memory in warp order. With one split the result is final; otherwise each row's partial
-(O, maximum, sum) goes to the workspace, one lane counts, and the warp that counts last merges all splits of that row in split
-order. The counter wraps to 0 by itself, so a CUDA graph replays.
+Reduction (decode_merge.py). Warps merge through shared memory in warp order. With one split the result is final; otherwise splits
+are folded in split order: by the CTA itself if it has all of them (`chunked`), through the shared memory of a cluster, or through
+the workspace, where the warp that counts a row's last arrival folds that row. The counter wraps to 0 by itself, so a CUDA graph
+replays.
 
 Append. Keys [kv_len - S, kv_len) come from k_new and v_new, never from the cache; the CTA of split 0 copies its tokens' rows into
 the cache, which no CTA of this launch reads.
@@ -30,20 +31,20 @@ the cache, which no CTA of this launch reads.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.kernels import ptx
+from cute_kernels.kernels.sm90.decode_loads import Loads, _address, _offset
+from cute_kernels.kernels.sm90.decode_merge import LOG2E, M_START, Merging
 from cute_kernels.kernels.splits import split_size
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
-M_START = -1.0e30
 
-
-class DecodeKernel:
+class DecodeKernel(Loads, Merging):
     """One compiled variant. Every argument is a compile-time constant.
 
     Args:
@@ -94,6 +95,7 @@ class DecodeKernel:
         self.nt = row_tile // 8
         self.k_blocks = -(-head_dim // 32)
         self.v_blocks = -(-head_dim // 64)
+        self.o_chunks = -(-head_dim // 128)
         self.stages = stages if wide else 0
         self.chunked, self.cluster = chunked, 0 if chunked else cluster
         self.lines = head_dim % 64 == 0  # rows consist of whole 128-byte lines
@@ -197,10 +199,14 @@ class DecodeKernel:
         end = cutlass.min(begin + per * size, high)
 
         if begin < high or chunk == 0:
-            self._work(
-                q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, chunks, per,
-                row_tiles, s_base, warp, lane, g, t, h, b, chunk, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
+            p = SimpleNamespace(
+                q=q, k=k, v=v, out=out, lse=lse, workspace=workspace, counters=counters, sink=sink, k_new=k_new, v_new=v_new,
+                scale=scale, cap_log2=cap_log2, window_left=window_left, split_slots=split_slots, row_tiles=row_tiles,
             )  # fmt: skip
+            w = SimpleNamespace(
+                s_base=s_base, warp=warp, lane=lane, g=g, t=t, h=h, b=b, row_tile=row_tile, row0=row0, n_rows=n_rows
+            )
+            self._work(p, w, chunk, per, q_len, kv_len, keys, size, begin, end)
 
     def _count(self, keys, size):
         """Splits of a row tile."""
@@ -212,114 +218,90 @@ class DecodeKernel:
         return min(100, -(-100 * ctas * (self.smem_bytes + 2048) // (228 * 1024)))
 
     @cute.jit
-    def _work(
-        self, q, k, v, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2, window_left, split_slots, chunks, per,
-        row_tiles, s_base, warp, lane, g, t, h, b, chunk, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
-    ):  # fmt: skip
-        nt = self.nt
+    def _work(self, p, w, chunk, per, q_len, kv_len, keys, size, begin, end):
         # Row strides fit 32 bits (the host checks), so that a row address is one multiply-add; offsets are 64 bits.
-        k_stride, v_stride = Int32(k.stride[2]) * 2, Int32(v.stride[2]) * 2
-        k_base = _address(k) + (Int64(b) * k.stride[0] + Int64(h) * k.stride[1]) * 2
-        v_base = _address(v) + (Int64(b) * v.stride[0] + Int64(h) * v.stride[1]) * 2
-        new_start = kv_len - q_len
-        kn_base = vn_base = kn_stride = vn_stride = None
-        if cutlass.const_expr(self.append):
-            kn_stride, vn_stride = Int32(k_new.stride[2]) * 2, Int32(v_new.stride[2]) * 2
-            kn_base = _address(k_new) + (Int64(b) * k_new.stride[0] + Int64(h) * k_new.stride[1]) * 2
-            vn_base = _address(v_new) + (Int64(b) * v_new.stride[0] + Int64(h) * v_new.stride[1]) * 2
-        kv = (k_base, k_stride, kn_base, kn_stride), (v_base, v_stride, vn_base, vn_stride)
-
-        first = begin + 16 * warp
-        last = cutlass.max(end - 1, 0)  # keys past the end read this row instead: logit -inf, weight 0; without any key, row 0
-        n = self.stages
-        k_ring = s_base + warp * self.ring_bytes
-        v_ring = k_ring + n * self.k_slot
-        # Copies are grouped one K or V of a step each, in the order of their use: K0, V0, K1, V1, ... of which 2 * n are under way.
-        # Each use commits one (perhaps empty) group, so that waiting for all but 2 * n - 1 always means "the next one is here".
-        if first < end:  # else there is no step, hence no wait
-            for j in cutlass.range_constexpr(n):
-                start = first + j * self.tile
-                if cutlass.const_expr(j == 0):
-                    self._fetch_k(k_ring, kv[0], start, last, new_start, g, t, lane)
-                elif start < end:
-                    self._fetch_k(k_ring + j * self.k_slot, kv[0], start, last, new_start, g, t, lane)
-                ptx.cp_async_commit()
-                if cutlass.const_expr(j == 0):
-                    self._fetch_v(v_ring, kv[1], start, last, new_start, g, t, lane)
-                elif start < end:
-                    self._fetch_v(v_ring + j * self.v_slot, kv[1], start, last, new_start, g, t, lane)
-                ptx.cp_async_commit()
-        q_regs = self._load_q(q, b, h, row0, n_rows, g, t)
+        c = SimpleNamespace(new_start=kv_len - q_len, end=end)
+        c.kv = self._source(p.k, p.k_new, w), self._source(p.v, p.v_new, w)
+        c.last = cutlass.max(end - 1, 0)  # keys past the end read this row: logit -inf, weight 0; without any key, row 0
+        c.k_ring = w.s_base + w.warp * self.ring_bytes
+        c.v_ring = c.k_ring + self.stages * self.k_slot
+        self._fill(w, c, begin + 16 * w.warp)
+        c.q_regs = self._load_q(p, w)
         # Position of this lane's query rows g and g + 8.
-        pos = [kv_len - q_len + self._token(row0 + g + 8 * i) for i in range(nt)]
+        c.pos = [kv_len - q_len + self._token(w.row0 + w.g + 8 * i) for i in range(self.nt)]
         k_at, v_at = Int32(0), Int32(0)  # the slots in turn
-        split_begin = begin
         if cutlass.const_expr(self.chunked):
             alone = Int32(per * size >= keys)  # this CTA has all splits
-            split = chunk * per
+            split, split_begin = chunk * per, begin
             while split_begin < end or split_begin == begin:
-                o, m, l, k_at, v_at = self._split(
-                    kv, k_ring, v_ring, k_at, v_at, q_regs, pos, split_begin, split_begin + size, end, last, new_start, scale,
-                    cap_log2, window_left, g, t, lane, warp,
-                )  # fmt: skip
-                self._store_parts(s_base + self.parts_at, o, m, l, g, t, warp, row0, n_rows)
+                o, m, l, k_at, v_at = self._split(p, w, c, k_at, v_at, split_begin, split_begin + size)
+                self._store_parts(w, o, m, l)
                 cute.arch.sync_threads()
-                self._collect(
-                    workspace, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows, out,
-                    Int32(split_begin == begin), alone,
-                )  # fmt: skip
+                self._collect(p, w, split, Int32(split_begin == begin), alone)
                 cute.arch.sync_threads()  # the parts have been read
                 split = split + 1
                 split_begin = split_begin + size
             if cutlass.const_expr(self.append):
                 if chunk == 0:
-                    self._append_rows(k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane)
+                    self._append_rows(w, c.kv, c.new_start)
             if alone != 0:
-                self._finish_rows(out, lse, sink, s_base, warp, lane, h, b, row0, n_rows)
+                self._finish_rows(p, w)
             else:
                 count = self._count(keys, size)
-                self._arrive(
-                    out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows,
-                    count, (count + (per - 1)) // per,
-                )  # fmt: skip
+                self._arrive(p, w, count, (count + (per - 1)) // per)
         else:
-            o, m, l, k_at, v_at = self._split(
-                kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, end, end, last, new_start, scale, cap_log2, window_left, g, t,
-                lane, warp,
-            )  # fmt: skip
-            # Other lanes' slots are overwritten below.
-            cute.arch.sync_warp()
+            o, m, l, k_at, v_at = self._split(p, w, c, k_at, v_at, begin, end)
+            cute.arch.sync_warp()  # other lanes' slots are overwritten below
             # The loop needs every register: what follows reads its coordinates again instead of keeping them (see ptx.special).
             tid, h, b = ptx.special("tid.x"), ptx.special("ctaid.y"), ptx.special("ctaid.z")
             warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
-            g, t = lane // 4, lane % 4
+            w = SimpleNamespace(**{**vars(w), "warp": warp, "lane": lane, "g": lane // 4, "t": lane % 4, "h": h, "b": b})
             if cutlass.const_expr(self.one_tile):
                 chunk = ptx.special("ctaid.x")
-            self._store_parts(s_base, o, m, l, g, t, warp, row0, n_rows)
+            self._store_parts(w, o, m, l)
             if cutlass.const_expr(self.append):
                 if chunk == 0:
-                    self._append_rows(k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane)
+                    self._append_rows(w, c.kv, c.new_start)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.one_tile and not self.device_length):
-                count = split_slots  # the host computed it with the same rule
+                count = p.split_slots  # the host computed it with the same rule
             else:
                 count = self._count(keys, size)
-            self._merge_rows(
-                out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, chunk, row_tile, row0,
-                n_rows, count,
-            )  # fmt: skip
+            self._merge_rows(p, w, chunk, count)
+
+    def _source(self, tensor, new, w):
+        """(base, row stride, the same of the appended rows), bytes, of this KV head."""
+        base = _address(tensor) + _offset(tensor, w.b, w.h, 0) * 2
+        stride = Int32(tensor.stride[2]) * 2
+        if not self.append:
+            return base, stride, None, None
+        return base, stride, _address(new) + _offset(new, w.b, w.h, 0) * 2, Int32(new.stride[2]) * 2
 
     @cute.jit
-    def _split(
-        self, kv, k_ring, v_ring, k_at, v_at, q_regs, pos, begin, split_end, end, last, new_start, scale, cap_log2,
-        window_left, g, t, lane, warp,
-    ):  # fmt: skip
-        """This warp's keys of [begin, split_end), none past `end`; the ring is kept filled up to `end`.
+    def _fill(self, w, c, first):
+        """Start the copies of the warp's first steps.
+
+        Copies are grouped one K or V of a step each, in the order of their use: K0, V0, K1, V1, ... of which 2 * stages are under
+        way. Each use commits one (perhaps empty) group, so that waiting for all but 2 * stages - 1 means "the next one is here".
+        """
+        if first < c.end:  # else there is no step, hence no wait
+            for j in cutlass.range_constexpr(self.stages):
+                start = first + j * self.tile
+                if j == 0 or start < c.end:
+                    self._fetch_k(c.k_ring + j * self.k_slot, c.kv[0], start, c.last, c.new_start, w.g, w.t, w.lane)
+                ptx.cp_async_commit()
+                if j == 0 or start < c.end:
+                    self._fetch_v(c.v_ring + j * self.v_slot, c.kv[1], start, c.last, c.new_start, w.g, w.t, w.lane)
+                ptx.cp_async_commit()
+
+    @cute.jit
+    def _split(self, p, w, c, k_at, v_at, begin, split_end):
+        """This warp's keys of [begin, split_end), none past c.end; the ring is kept filled up to c.end.
 
         Returns O, maxima, sums (of this lane's keys) and the slots in turn.
         """
-        nt, n = self.nt, self.stages
-        first = begin + 16 * warp
+        nt, n, end = self.nt, self.stages, c.end
+        first = begin + 16 * w.warp
         steps = cutlass.max(0, (cutlass.min(split_end, end) - first + (self.tile - 1)) // self.tile)
         o = [[Float32(0.0) for _ in range(4)] for _ in range(self.v_blocks * 4 * nt)]
         m = [Float32(M_START) for _ in range(nt)]
@@ -329,29 +311,29 @@ class DecodeKernel:
             ahead = base + n * self.tile
             if cutlass.const_expr(n > 0):
                 self._await()
-                k_step = self._read_k(k_ring + k_at * self.k_slot, g, t, lane)
+                k_step = self._read_k(c.k_ring + k_at * self.k_slot, w.g, w.t, w.lane)
             else:
-                k_step = self._load_k(kv[0], base, last, new_start, g, t)
-            s = self._scores(q_regs, k_step)
+                k_step = self._load_k(c.kv[0], base, c.last, c.new_start, w.g, w.t)
+            s = self._scores(c.q_regs, k_step)
             if cutlass.const_expr(n > 0):
                 if cutlass.const_expr(self.lines):
                     cute.arch.sync_warp()
                 if ahead < end:
-                    self._fetch_k(k_ring + k_at * self.k_slot, kv[0], ahead, last, new_start, g, t, lane)
+                    self._fetch_k(c.k_ring + k_at * self.k_slot, c.kv[0], ahead, c.last, c.new_start, w.g, w.t, w.lane)
                 ptx.cp_async_commit()
                 k_at = self._next_slot(k_at)
-            p, m, l, alpha = self._softmax(s, m, l, base, end, pos, scale, cap_log2, window_left, t)
+            prob, m, l, alpha = self._softmax(s, m, l, base, end, c.pos, p.scale, p.cap_log2, p.window_left, w.t)
             if cutlass.const_expr(n > 0):
                 self._await()
-                v_step = self._read_v(v_ring + v_at * self.v_slot, g, t, lane)
+                v_step = self._read_v(c.v_ring + v_at * self.v_slot, w.g, w.t, w.lane)
             else:
-                v_step = self._load_v(kv[1], base, last, new_start, g, t)
-            o = self._accumulate(o, p, v_step, alpha, t)
+                v_step = self._load_v(c.kv[1], base, c.last, c.new_start, w.g, w.t)
+            o = self._accumulate(o, prob, v_step, alpha, w.t)
             if cutlass.const_expr(n > 0):
                 if cutlass.const_expr(self.lines):
                     cute.arch.sync_warp()
                 if ahead < end:
-                    self._fetch_v(v_ring + v_at * self.v_slot, kv[1], ahead, last, new_start, g, t, lane)
+                    self._fetch_v(c.v_ring + v_at * self.v_slot, c.kv[1], ahead, c.last, c.new_start, w.g, w.t, w.lane)
                 ptx.cp_async_commit()
                 v_at = self._next_slot(v_at)
         return o, m, l, k_at, v_at
@@ -363,12 +345,12 @@ class DecodeKernel:
             cute.arch.sync_warp()  # other lanes' copies
 
     @cute.jit
-    def _store_parts(self, parts, o, m, l, g, t, warp, row0, n_rows):
+    def _store_parts(self, w, o, m, l):
         """A warp's O, maxima and sums to its place in shared memory. Each row's sum lies in the four lanes of its quad."""
-        nt, d = self.nt, self.d
+        nt, d, g, t = self.nt, self.d, w.g, w.t
         l = [_quad_sum(x) for x in l]
         pitch = 4 * self.pitch  # bytes
-        to = parts + warp * self.part_stride
+        to = w.s_base + self.parts_at + w.warp * self.part_stride
         for i in cutlass.range_constexpr(nt):
             if t == 0 and g + 8 * i < self.part_rows:
                 ptx.st_shared_f2(to + (g + 8 * i) * pitch + 4 * d, m[i], l[i])
@@ -376,135 +358,11 @@ class DecodeKernel:
                 row = 2 * t + e + 8 * i
                 for c in cutlass.range_constexpr(self.v_blocks):
                     col = 64 * c + 8 * g
-                    if row + row0 < n_rows and row < self.part_rows and col < d:
+                    if row + w.row0 < w.n_rows and row < self.part_rows and col < d:
                         at = to + row * pitch + 4 * col
                         a = [o[(c * 4 + j) * nt + i] for j in range(4)]
                         ptx.st_shared_f4(at, a[0][e], a[0][2 + e], a[1][e], a[1][2 + e])
                         ptx.st_shared_f4(at + 16, a[2][e], a[2][2 + e], a[3][e], a[3][2 + e])
-
-    # ---- loads ----------------------------------------------------------------------------------------------------
-    def _ld(self, addr, pred):
-        """Zeros where pred is 0."""
-        return ptx.ld_global_nc_4(addr, pred) if self.wide else ptx.ld_global_nc_4_halves(addr, pred)
-
-    def _ld_row(self, addr, col_ok):
-        """A piece of a cache row; in a block that D cuts, columns past D are zeros."""
-        if col_ok is None and self.wide:
-            return ptx.ld_global_nc_4_always(addr)
-        return self._ld(addr, Int32(1) if col_ok is None else Int32(col_ok))
-
-    def _row_address(self, source, key, new_start):
-        base, stride, new_base, new_stride = source
-        addr = base + Int64(key) * Int64(stride)
-        if self.append:
-            is_new = key >= new_start
-            new_addr = new_base + Int64(key - new_start) * Int64(new_stride)
-            addr = cutlass.select_(is_new, new_addr, addr)
-        return addr
-
-    def _load_k(self, source, base, last, new_start, g, t):
-        """[block][key half][4 words]."""
-        rows = []
-        for half in range(2):
-            key = cutlass.min(base + g + 8 * half, last)
-            rows.append(self._row_address(source, key, new_start) + 16 * t)
-        return [[self._ld_row(a + 64 * c, self._col_ok(32 * c, 8 * t, 32)) for a in rows] for c in range(self.k_blocks)]
-
-    def _load_v(self, source, base, last, new_start, g, t):
-        """[block][key 2t, 2t + 1, 2t + 8, 2t + 9][4 words]."""
-        rows = []
-        for e in (0, 1, 8, 9):
-            key = cutlass.min(base + 2 * t + e, last)
-            rows.append(self._row_address(source, key, new_start) + 16 * g)
-        return [[self._ld_row(a + 128 * c, self._col_ok(64 * c, 8 * g, 64)) for a in rows] for c in range(self.v_blocks)]
-
-    def _fetch_lines(self, slot, source, base, last, new_start, lane, swizzle):
-        """16 rows of whole 128-byte lines into a ring slot [row][line][8 pieces], 8 neighbouring lanes to a line.
-
-        The L2 counts requests: with the pieces of a line spread over the warp (as the fragments have them) it was the limit, at
-        1.46 times the sectors and 3.3 TB/s. Piece i of a line of row r goes to i ^ swizzle(r), so that fragments, which other lanes
-        read, come without bank conflicts.
-        """
-        base_addr, stride, new_base, new_stride = source
-        piece = lane % 8
-        shifted = base_addr + 16 * piece, stride, None if new_base is None else new_base + 16 * piece, new_stride
-        for r in range(4):
-            row = 4 * r + lane // 8
-            addr = self._row_address(shifted, cutlass.min(base + row, last), new_start)
-            to = slot + row * (2 * self.d) + 16 * (piece ^ swizzle(row))
-            for c in range(self.d // 64):
-                ptx.cp_async_16(to + 128 * c, addr + 128 * c)
-
-    def _fetch_k(self, slot, source, base, last, new_start, g, t, lane):
-        """K of 16 keys into a ring slot; without whole lines a lane copies what it will read itself."""
-        if self.lines:
-            self._fetch_lines(slot, source, base, last, new_start, lane, lambda row: 4 * (row % 2))
-            return
-        for half in range(2):
-            addr = self._row_address(source, cutlass.min(base + g + 8 * half, last), new_start) + 16 * t
-            for c in range(self.k_blocks):
-                self._fetch(slot + 16 * lane + 512 * (2 * c + half), addr + 64 * c, self._col_ok(32 * c, 8 * t, 32))
-
-    def _read_k(self, slot, g, t, lane):
-        """What _load_k returns, from a slot."""
-        if self.lines:
-            # Block c is pieces 4 * (c % 2) + t of line c // 2; rows g and g + 8 have the parity of g.
-            at = slot + g * (2 * self.d) + 16 * t
-            halves = [at + 64 * (g % 2), at + 64 * (1 - g % 2)]
-            rows = 16 * self.d  # bytes of 8 rows
-            return [
-                [ptx.ld_shared_4(halves[c % 2] + 128 * (c // 2) + rows * half) for half in range(2)] for c in range(self.k_blocks)
-            ]
-        return [[ptx.ld_shared_4(slot + 16 * lane + 512 * (2 * c + half)) for half in range(2)] for c in range(self.k_blocks)]
-
-    def _fetch_v(self, slot, source, base, last, new_start, g, t, lane):
-        """V of 16 keys into a ring slot; without whole lines a lane copies what it will read itself."""
-        if self.lines:
-            self._fetch_lines(slot, source, base, last, new_start, lane, lambda row: 2 * ((row // 2) % 4))
-            return
-        for n, e in enumerate((0, 1, 8, 9)):
-            addr = self._row_address(source, cutlass.min(base + 2 * t + e, last), new_start) + 16 * g
-            for c in range(self.v_blocks):
-                self._fetch(slot + 16 * lane + 512 * (4 * c + n), addr + 128 * c, self._col_ok(64 * c, 8 * g, 64))
-
-    def _read_v(self, slot, g, t, lane):
-        """What _load_v returns, from a slot."""
-        if self.lines:
-            # Block c is line c, piece g; rows 2t, 2t + 1, 2t + 8, 2t + 9 all have swizzle 2t.
-            at = slot + 2 * t * (2 * self.d) + 16 * (g ^ (2 * t))
-            return [[ptx.ld_shared_4(at + e * (2 * self.d) + 128 * c) for e in (0, 1, 8, 9)] for c in range(self.v_blocks)]
-        return [[ptx.ld_shared_4(slot + 16 * lane + 512 * (4 * c + n)) for n in range(4)] for c in range(self.v_blocks)]
-
-    def _next_slot(self, at):
-        return at if self.stages == 1 else cutlass.select_(at == self.stages - 1, Int32(0), at + 1)
-
-    def _fetch(self, to, addr, col_ok):
-        if col_ok is None:
-            ptx.cp_async_16(to, addr)
-        else:
-            ptx.cp_async_16_zfill(to, addr, 16 * Int32(col_ok))
-
-    def _token(self, row):
-        """Query token of a packed row, its head below _head."""
-        return Int32(0) if self.single else row // self.group
-
-    def _head(self, h, row):
-        return h * self.group + (row if self.single else row % self.group)
-
-    def _load_q(self, q, b, h, row0, n_rows, g, t):
-        """[block][row tile][4 words]; rows past the last are zeros."""
-        rows = []
-        for i in range(self.nt):
-            row = row0 + g + 8 * i
-            head, token = self._head(h, row), self._token(row)
-            offset = Int64(b) * q.stride[0] + Int64(head) * q.stride[1] + Int64(token) * q.stride[2]
-            rows.append((_address(q) + offset * 2 + 16 * t, row < n_rows))
-        cols = [self._col_ok(32 * c, 8 * t, 32) for c in range(self.k_blocks)]
-        return [[self._ld(a + 64 * c, _pred(ok, col)) for a, ok in rows] for c, col in enumerate(cols)]
-
-    def _col_ok(self, first, offset, width):
-        """None when the whole block lies inside D."""
-        return None if first + width <= self.d else first + offset < self.d
 
     # ---- arithmetic -----------------------------------------------------------------------------------------------
     def _scores(self, q_regs, k_regs):
@@ -587,283 +445,7 @@ class DecodeKernel:
                     result.append(ptx.mma_16816(scaled, a, p[i], self.bf16))
         return result
 
-    # ---- append ---------------------------------------------------------------------------------------------------
-    @cute.jit
-    def _append_rows(self, k_new, v_new, k, v, kv, new_start, q_len, row0, n_rows, warp, lane):
-        """Copy the new rows of this tile's tokens into the cache: a warp per token, 16 bytes per lane."""
-        first = self._token(row0)
-        last = self._token(cutlass.min(row0 + self.rt, n_rows) - 1)
-        for token in cutlass.range(first + warp, last + 1, self.warps, unroll=1):
-            row = new_start + token
-            if row >= 0 and 8 * lane < self.d:
-                for source in kv:
-                    base, stride, new_base, new_stride = source
-                    words = self._ld(new_base + Int64(token) * Int64(new_stride) + 16 * lane, Int32(1))
-                    to = base + Int64(row) * Int64(stride) + 16 * lane
-                    if cutlass.const_expr(self.wide):
-                        ptx.st_global_2(to, words[0], words[1])
-                        ptx.st_global_2(to + 8, words[2], words[3])
-                    else:
-                        for i in cutlass.range_constexpr(4):
-                            ptx.st_global_halves(to + 4 * i, words[i])
-
-    # ---- merging --------------------------------------------------------------------------------------------------
-    def _my_rows(self):
-        """Rows that a warp merges, at most."""
-        return -(-self.part_rows // self.warps)
-
-    def _slot0(self, out, split_slots, row_tiles, h, b, row_tile):
-        """(the row tile's number, its first record in the workspace)."""
-        tile_index = (Int64(b) * (out.shape[1] // self.group) + h) * row_tiles + row_tile
-        return tile_index, tile_index * split_slots
-
-    @cute.jit
-    def _merge_rows(
-        self, out, lse, workspace, counters, sink, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows,
-        count,
-    ):  # fmt: skip
-        """One split per CTA: a warp's rows. Merge the CTA's warps, then, where this split arrives last, all splits. A lane has 4
-        dims of every 128."""
-        last_row = cutlass.min(n_rows - row0, self.rt)  # rows of this tile
-        _, slot0 = self._slot0(out, split_slots, row_tiles, h, b, row_tile)
-        for i in cutlass.range_constexpr(self._my_rows()):
-            row = warp + i * self.warps
-            if row < last_row:
-                m, l, o = _merge(self._warp_parts(s_base, row, lane))
-                if count == 1:
-                    self._finish(out, lse, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), m, l, o)
-                elif self.cluster and count <= self.cluster:
-                    self._store_state(s_base + self.merged_at, row, lane, (m, l, o))
-                else:
-                    self._store_record(workspace, (slot0 + split) * self.rt + row, lane, m, l, o)
-        together = False
-        if cutlass.const_expr(self.cluster):
-            together = count <= self.cluster
-        if together:
-            if count > 1:
-                self._merge_cluster(out, lse, sink, s_base, warp, lane, h, b, split, row0, last_row, count)
-        elif count > 1:
-            self._arrive(
-                out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows, count, count,
-            )  # fmt: skip
-
-    @cute.jit
-    def _merge_cluster(self, out, lse, sink, s_base, warp, lane, h, b, split, row0, last_row, count):
-        """All splits are in this cluster: rank = split; ranks from `count` on have exited, which both barriers allow for. The rows
-        are dealt out to all warps of all ranks."""
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        for row in cutlass.range(split + count * warp, last_row, count * self.warps, unroll=1):
-            state = self._no_state()
-            at = s_base + self.merged_at + row * 4 * self.pitch
-            parts = []
-            for rank in cutlass.range_constexpr(self.cluster):
-                there, ok = ptx.map_shared_rank(at, Int32(rank)), Int32(rank < count)
-                m, l = ptx.ld_cluster_f2(there + 4 * self.d, ok)
-                chunks = [ptx.ld_cluster_f4(there + 16 * self._column(c, lane), ok) for c in range(-(-self.d // 128))]
-                parts.append((ptx.select_f(ok, m, Float32(M_START)), l, chunks))
-            for part in parts:
-                state = _fold(state, part)
-            self._finish(out, lse, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), *state)
-        # No CTA may exit while its peers read from it.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    @cute.jit
-    def _store_record(self, workspace, record, lane, m, l, o):
-        d = self.d
-        to = _address(workspace) + record * (4 * self.pitch)
-        for c in cutlass.range_constexpr(-(-d // 128)):
-            if 128 * c + 4 * lane < d:
-                ptx.st_global_f4(to + 4 * (128 * c + 4 * lane), o[c][0], o[c][1], o[c][2], o[c][3])
-        if lane == 0:
-            ptx.st_global_f2(to + 4 * d, m, l)
-
-    @cute.jit
-    def _arrive(
-        self, out, lse, workspace, counters, sink, split_slots, row_tiles, warp, lane, h, b, row_tile, row0, n_rows, count,
-        arrivals,
-    ):  # fmt: skip
-        """A warp's rows are in the workspace: count, and merge those of which all `arrivals` CTAs' splits are there."""
-        last_row = cutlass.min(n_rows - row0, self.rt)
-        tile_index, slot0 = self._slot0(out, split_slots, row_tiles, h, b, row_tile)
-        per_warp = self._my_rows()
-        # Lane i counts for the warp's i-th row, all rows at once: the release covers the warp's stores above.
-        cute.arch.sync_warp()
-        arrived = Int32(0)
-        mine = warp + lane * self.warps
-        if lane < per_warp and mine < last_row:
-            arrived = ptx.atom_inc_acq_rel(_address(counters) + (tile_index * self.rt + mine) * 4, arrivals - 1)
-        # Two rows at a time, so that their loads are in flight together.
-        for i in cutlass.range_constexpr(0, per_warp, 2):
-            rows = [warp + j * self.warps for j in range(i, min(i + 2, per_warp))]
-            seen = [ptx.shuffle_i(arrived, Int32(j)) for j in range(i, min(i + 2, per_warp))]
-            wanted = [Int32(old == arrivals - 1) & Int32(row < last_row) for old, row in zip(seen, rows, strict=True)]
-            if (wanted[0] | wanted[-1]) != 0:
-                cute.arch.sync_warp()
-                self._merge_splits(out, lse, workspace, sink, lane, b, h, row0, slot0, rows, wanted, count)
-
-    @cute.jit
-    def _merge_splits(self, out, lse, workspace, sink, lane, b, h, row0, slot0, rows, wanted, count):
-        """One or two rows: fold all splits in split order, `batch` splits at a time, whose loads are in flight together. Lane j
-        holds maximum and sum of the batch's split j, every lane its dims of all of them."""
-        batch = (16 if self.d <= 128 else 8) // len(rows)
-        states = [self._no_state() for _ in rows]
-        for i in cutlass.range((count + batch - 1) // batch, unroll=1):
-            parts = [self._split_parts(workspace, slot0, row, lane, i * batch, batch, count) for row in rows]
-            for j in cutlass.range_constexpr(len(rows)):
-                part_m, part_l, part_o = parts[j]
-                for e in cutlass.range_constexpr(batch):
-                    part = ptx.shuffle_f(part_m, Int32(e)), ptx.shuffle_f(part_l, Int32(e)), part_o[e]
-                    states[j] = _fold(states[j], part)
-        for j in cutlass.range_constexpr(len(rows)):
-            if wanted[j] != 0:
-                row = row0 + rows[j]
-                m, l, o = states[j]
-                self._finish(out, lse, sink, lane, b, self._head(h, row), self._token(row), m, l, o)
-
-    def _no_state(self):
-        return Float32(M_START), Float32(0.0), [[Float32(0.0) for _ in range(4)] for _ in range(-(-self.d // 128))]
-
-    @cute.jit
-    def _collect(
-        self, workspace, split_slots, row_tiles, s_base, warp, lane, h, b, split, row_tile, row0, n_rows, out, is_first, alone,
-    ):  # fmt: skip
-        """Several splits per CTA: a warp's rows of one split. Merge the warps; fold into the running result when this CTA has all
-        splits, else write a record. The running result of a row belongs to one warp, each lane to its own part of it."""
-        last_row = cutlass.min(n_rows - row0, self.rt)
-        _, slot0 = self._slot0(out, split_slots, row_tiles, h, b, row_tile)
-        for i in cutlass.range_constexpr(self._my_rows()):
-            row = warp + i * self.warps
-            if row < last_row:
-                part = _merge(self._warp_parts(s_base + self.parts_at, row, lane))
-                if alone == 0:
-                    self._store_record(workspace, (slot0 + split) * self.rt + row, lane, *part)
-                else:
-                    state = self._no_state()
-                    if is_first == 0:
-                        state = self._load_running(s_base, row, lane)
-                    cute.arch.sync_warp()  # all lanes have read maximum and sum
-                    self._store_state(s_base + self.running_at, row, lane, _fold(state, part))
-                    cute.arch.sync_warp()
-
-    def _load_running(self, s_base, row, lane):
-        at = s_base + self.running_at + row * 4 * self.pitch
-        chunks = [ptx.ld_shared_f4(at + 16 * self._column(c, lane)) for c in range(-(-self.d // 128))]
-        m, l = ptx.ld_shared_f2(at + 4 * self.d)
-        return m, l, chunks
-
-    @cute.jit
-    def _store_state(self, to, row, lane, state):
-        """A row's maximum, sum and O to shared memory."""
-        m, l, o = state
-        at = to + row * 4 * self.pitch
-        for c in cutlass.range_constexpr(-(-self.d // 128)):
-            if 128 * c + 4 * lane < self.d:
-                ptx.st_shared_f4(at + 16 * (32 * c + lane), *o[c])
-        if lane == 0:
-            ptx.st_shared_f2(at + 4 * self.d, m, l)
-
-    @cute.jit
-    def _finish_rows(self, out, lse, sink, s_base, warp, lane, h, b, row0, n_rows):
-        last_row = cutlass.min(n_rows - row0, self.rt)
-        for i in cutlass.range_constexpr(self._my_rows()):
-            row = warp + i * self.warps
-            if row < last_row:
-                m, l, o = self._load_running(s_base, row, lane)
-                self._finish(out, lse, sink, lane, b, self._head(h, row0 + row), self._token(row0 + row), m, l, o)
-
-    def _column(self, c, lane):
-        """In units of 4 dims; lanes past D take column 0, and what they compute is not stored."""
-        return cutlass.select_(128 * c + 4 * lane < self.d, 32 * c + lane, Int32(0)) if self.d % 128 else 32 * c + lane
-
-    def _warp_parts(self, s_base, row, lane):
-        parts = []
-        for w in range(self.warps):
-            at = s_base + w * self.part_stride + row * 4 * self.pitch
-            chunks = [ptx.ld_shared_f4(at + 16 * self._column(c, lane)) for c in range(-(-self.d // 128))]
-            parts.append((ptx.ld_shared_f2(at + 4 * self.d), chunks))
-        return parts
-
-    def _split_parts(self, workspace, slot0, row, lane, first, n, count):
-        """(maximum, sum) of split first + lane % n, and [split][chunk][4 floats] of O; an absent split weighs nothing."""
-        base = _address(workspace) + (slot0 * self.rt + row) * 4 * self.pitch
-        step = self.rt * 4 * self.pitch  # bytes from split to split
-        mine = first + lane % n
-        m, l = ptx.ld_relaxed_2(base + Int64(mine) * step + 4 * self.d, Int32(mine < count))
-        chunks = []
-        for j in range(n):
-            record = base + Int64(first + j) * step
-            chunks.append([])
-            for c in range(-(-self.d // 128)):
-                col = 128 * c + 4 * lane
-                chunks[j].append(
-                    ptx.ld_relaxed_4(record + 4 * col, _pred(first + j < count, col < self.d if self.d % 128 else None))
-                )
-        return ptx.select_f(Int32(mine < count), m, Float32(M_START)), l, chunks
-
-    @cute.jit
-    def _finish(self, out, lse, sink, lane, b, head, token, m, l, o):
-        d = self.d
-        total = l
-        if cutlass.const_expr(self.sink):
-            bits = ptx.ld_global_1(_address(sink) + Int64(head) * 4)
-            total = l + ptx.exp2(ptx.as_float(bits) * LOG2E - m)
-        inverse = ptx.select_f(Int32(total > 0.0), ptx.rcp(total), Float32(0.0))
-        to = _address(out) + (Int64(b) * out.stride[0] + Int64(head) * out.stride[1] + Int64(token) * out.stride[2]) * 2
-        for c in cutlass.range_constexpr(len(o)):
-            col = 128 * c + 4 * lane
-            if col < d:
-                words = [
-                    ptx.pack_16(o[c][2 * i] * inverse, o[c][2 * i + 1] * inverse, self.bf16) for i in range(2)
-                ]
-                ptx.st_global_2(to + 2 * col, words[0], words[1])
-        if lane == 0:
-            value = (m + ptx.log2(l)) * LN2  # l = 0: -inf
-            at = (Int64(b) * lse.stride[0] + Int64(head) * lse.stride[1] + Int64(token) * lse.stride[2]) * 4
-            ptx.st_global_f1(_address(lse) + at, value)
-
-
-def k_heads(out, group: int):
-    return out.shape[1] // group
-
-
-def _address(tensor):
-    return Int64(tensor.iterator.toint())
-
-
-def _pred(a, b):
-    """Int32 predicate of one or two conditions."""
-    return Int32(a) if b is None else Int32(a & b)
-
 
 def _quad_sum(x):
     x = x + ptx.shuffle_xor_f(x, 1)
     return x + ptx.shuffle_xor_f(x, 2)
-
-
-def _fold(state, part):
-    """Softmax partials (maximum, sum, [4 floats] per chunk): the next split into the running result. Written with explicit fused
-    multiply-adds: every place where splits are folded has to give the same bits."""
-    m, l, o = state
-    part_m, part_l, part_o = part
-    top = ptx.fmax(m, part_m)
-    old, new = ptx.exp2(m - top), ptx.exp2(part_m - top)
-    folded = [[ptx.fma(x, old, y * new) for x, y in zip(a, c, strict=True)] for a, c in zip(o, part_o, strict=True)]
-    return top, ptx.fma(l, old, part_l * new), folded
-
-
-def _merge(parts):
-    """Softmax partials ((maximum, sum), [[4 floats] per chunk]) merged in list order."""
-    top = parts[0][0][0]
-    for (m, _), _ in parts[1:]:
-        top = ptx.fmax(top, m)
-    l = o = None
-    for (m, part_l), part_o in parts:
-        w = ptx.exp2(m - top)
-        if l is None:
-            l, o = part_l * w, [[x * w for x in chunk] for chunk in part_o]
-        else:
-            l = l + part_l * w
-            o = [[x * w + y for x, y in zip(chunk, acc, strict=True)] for chunk, acc in zip(part_o, o, strict=True)]
-    return top, l, o
