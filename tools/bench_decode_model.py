@@ -7,8 +7,8 @@
     tools/bench_decode_model.py --tiny                  a toy shape on the CPU
 
 36 layers, 32/8 heads, D 128, capacity 32768, bf16, random weights; a prompt of 234 tokens, then upstream's own `decode_n_tokens`
-package's extra "integrations". Without a GPU: --tiny.
-package's extra "integrations".
+(its loop, its sampler, its end check, its codebook layers) to about 400. Needs fish-speech==0.1.0, installed with --no-deps, and
+this package's extra "integrations".
 
     full    the model as published: the whole capacity, KV heads expanded, MATH attention
     slice   fish-speech's later change (pull request 1312): mask, K and V first cut to the filled length, a Python int

@@ -183,9 +183,9 @@ def test_compiles_to_one_graph():
     assert torch.allclose(torch.stack(out).double(), want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # the same kernels run under test_fish_speech_emulated.py in the full set
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_two_steps_in_bf16(kind, arch):
     """Emulated kernels, teacher-forced: no more than twice the error of the unmodified bf16 model against float32."""
     pytest.importorskip("cutlass", reason="needs the CuTe DSL")
