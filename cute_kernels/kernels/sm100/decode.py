@@ -1,8 +1,8 @@
-"""Active-length attention for few query rows (decode) on Blackwell: the host side.
+"""Active-length attention on Blackwell: the host side, and the choice between the kernel for few query rows and that for many.
 
-`can_implement` says whether a case runs here, `launch` runs it into given outputs. The kernel itself, and how it works, is in
-decode_kernel.py. One launch per call; nothing is allocated but outputs (see cute_kernels.kernels.workspace). The tensor maps are
-made by the launch from the caches' strides, so one compiled variant serves every capacity.
+`can_implement` says whether a case runs here, `launch` runs it into given outputs. How the kernels work is told in decode_kernel.py
+and prefill_kernel.py. One launch per call; nothing is allocated but outputs (see cute_kernels.kernels.workspace). The tensor maps
+are made by the launch from the caches' strides, so one compiled variant serves every capacity.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
+from cute_kernels.kernels.sm100 import prefill
 from cute_kernels.kernels.splits import split_bound, split_count
 from cute_kernels.kernels.workspace import workspace
 
@@ -117,29 +118,15 @@ def _common_variants(arch: str) -> tuple[Variant, ...]:
 )  # fmt: skip
 def decode_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
     """The kernel of one variant and the arguments of cute.compile."""
-    import cutlass
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
     from cute_kernels.kernels.sm100.decode_kernel import DecodeKernel
+    from cute_kernels.kernels.sm100.fakes import flat, rows, stats
 
-    dtype = cutlass.BFloat16 if variant.bf16 else cutlass.Float16
-
-    def rows() -> Any:
-        """[., ., ., D]; that rows start at multiples of 16 bytes is checked by the generated host code, cheaper than in Python."""
-        shape = tuple(cute.sym_int() for _ in range(4))
-        stride = tuple(cute.sym_int64(divisibility=8 if variant.wide else 1) for _ in range(3))
-        return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16 if variant.wide else 2)
-
-    def flat(element: Any) -> Any:
-        return cute.runtime.make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=element.width // 8)
-
-    lse = cute.runtime.make_fake_tensor(
-        Float32, tuple(cute.sym_int() for _ in range(3)), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4
-    )
-    tensor = [rows() for _ in range(6)]
+    tensor = [rows(variant.bf16, variant.wide) for _ in range(6)]
     return DecodeKernel(**variant._asdict()), (
-        *tensor[:4], lse, flat(Int32) if variant.device_length else None, Int32(1),
+        *tensor[:4], stats(), flat(Int32) if variant.device_length else None, Int32(1),
         flat(Float32), flat(Int32), flat(Float32) if variant.sink else None,
         tensor[4] if variant.append else None, tensor[5] if variant.append else None,
         Float32(1.0), Float32(1.0), Int32(0), Int32(1), Int32(1),
@@ -151,17 +138,25 @@ _plans: dict[tuple, _Plan] = {}
 
 
 class _Plan:
-    """A variant's compiled functions and numbers."""
+    """A variant's compiled functions and numbers. `builder` is decode_kernel or prefill_kernel."""
 
-    def __init__(self, variant: Variant, q_len: int, target: Any) -> None:
-        self.variant, self.target, self.cap = variant, target, variant.split_cap
-        n, group = variant.n, variant.group
-        self.rows = n - n % group if group <= n else n  # of a tile, as decode_kernel.rows_per_tile
-        self.row_tiles = -(-q_len * group // self.rows)
-        self.wide = decode_kernel(variant._replace(wide=True), target)
+    def __init__(self, builder: Any, variant: Variant | prefill.Variant, q_len: int, target: Any) -> None:
+        self.builder, self.variant, self.target = builder, variant, target
+        self.prefill = builder is not decode_kernel
+        if not self.prefill:
+            n, group, self.cap = variant.n, variant.group, variant.split_cap
+            self.rows = n - n % group if group <= n else n  # of a tile, as attention_base.rows_per_tile
+            self.row_tiles = -(-q_len * group // self.rows)
+        self.wide = builder(variant._replace(wide=True), target)
 
-    def narrow(self, *arguments: Any) -> None:
-        decode_kernel(self.variant._replace(wide=False), self.target)(*arguments)
+    def run(self, arguments: tuple[Any, ...], rows: tuple[Tensor | None, ...]) -> None:
+        try:
+            self.wide(*arguments)
+        except ValueError:
+            # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
+            if _aligned(*rows):
+                raise
+            self.builder(self.variant._replace(wide=False), self.target)(*arguments)
 
 
 def launch(
@@ -204,7 +199,22 @@ def launch(
     plan = _plans.get(key)
     if plan is None:
         chosen = variant or choose(q, k_cache, v_cache, kv_len, causal, window_left, softcap, attn_sink, k_new, v_new)
-        plan = _plans[key] = _Plan(chosen, s, target or current_target(device))
+        builder = decode_kernel
+        if variant is None and prefill.suits(s, chosen.group):
+            builder = prefill.prefill_kernel
+            chosen = prefill.Variant(*(getattr(chosen, field) for field in prefill.Variant._fields))
+        plan = _plans[key] = _Plan(builder, chosen, s, target or current_target(device))
+    if softcap > 0.0:
+        scale, cap_log2 = sm_scale / softcap, softcap * LOG2E
+    else:
+        scale, cap_log2 = sm_scale * LOG2E, 0.0
+    rows = q, k_cache, v_cache, k_new, v_new
+    if plan.prefill:
+        lengths, length = (kv_len, 0) if device_length else (None, kv_len)
+        plan.run(
+            (q, k_cache, v_cache, out, lse, lengths, length, attn_sink, k_new, v_new, scale, cap_log2, window_left), rows
+        )
+        return
     if device_length:
         lengths, length, slots = kv_len, 0, split_bound(capacity, TILE, plan.cap)
     else:
@@ -215,18 +225,8 @@ def launch(
             slots = split_bound(kv_len, TILE, plan.cap)
     tiles = b * kv_heads * plan.row_tiles
     ws = workspace(device, tiles * slots * plan.rows * (d + 4) if slots > 1 else 0, tiles)
-    if softcap > 0.0:
-        scale, cap_log2 = sm_scale / softcap, softcap * LOG2E
-    else:
-        scale, cap_log2 = sm_scale * LOG2E, 0.0
     arguments = (
         q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new,
         scale, cap_log2, window_left, slots, plan.row_tiles,
     )  # fmt: skip
-    try:
-        plan.wide(*arguments)
-    except ValueError:
-        # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
-        if _aligned(q, k_cache, v_cache, k_new, v_new):
-            raise
-        plan.narrow(*arguments)
+    plan.run(arguments, rows)

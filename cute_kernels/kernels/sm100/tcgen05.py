@@ -189,6 +189,12 @@ def ld_global_1_if(addr, pred, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def st_global_4(addr, a, b, c, d, *, loc=None, ip=None) -> None:
+    values = [_v(x, loc, ip) for x in (addr, a, b, c, d)]
+    _asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", values, "l,r,r,r,r", True, loc, ip)
+
+
+@dsl_user_op
 def st_global_16(addr, x, bf16: bool, pred, *, loc=None, ip=None) -> None:
     """One fp32 number rounded to 16 bits, where pred is not 0."""
     kind = "bf16" if bf16 else "f16"
