@@ -285,9 +285,8 @@ class Warp:
             verb = "reads" if wrong is not None else "writes"
             wrong = wrong or next((r for r in writes if r in d or r in a), None)
             if wrong is not None:
-                self.machine.report(
-                    "wgmma-register", self, ins, f"{verb} {wrong.name}, which a wgmma.mma_async in flight uses", other_line=o.ins.line
-                )
+                text = f"{verb} {wrong.name}, which a wgmma.mma_async in flight uses"
+                self.machine.report("wgmma-register", self, ins, text, other_line=o.ins.line)
                 return
 
     def mark_written(self, keys, m) -> None:

@@ -25,8 +25,9 @@ def is_mma(ins: Instr) -> bool:
     return ins.base == "wgmma" and ins.mods[0] == "mma_async"
 
 
-def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], set[int]]:
-    """({instruction index: (registers read, registers written) that may be in flight}, {index of a wgmma without a fence})."""
+def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], dict[int, bool]]:
+    """({instruction index: (registers read, registers written) that may be in flight}, {index of a wgmma without a fence: whether
+    its accumulators lack it, or its A registers only})."""
     number: dict[Reg, int] = {}
     mmas: dict[int, tuple[int, int]] = {}
     for ins in flat.instrs:
@@ -38,7 +39,7 @@ def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], set[int
                 masks.append(sum(1 << number[r] for r in set(regs)))
             mmas[ins.index] = (masks[0], masks[1])
     if not mmas:
-        return {}, set()
+        return {}, {}
     touched: dict[int, tuple[int, int]] = {}
     for ins in flat.instrs:
         if ins.index not in mmas:
@@ -59,7 +60,7 @@ def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], set[int
             if kind == "mma_async":
                 d, a = mmas[ins.index]
                 if unfenced is not None and dirty & (d | a | first):
-                    unfenced.add(ins.index)
+                    unfenced[ins.index] = bool(dirty & (d | first))
                 groups[0] = (groups[0][0] | d, groups[0][1] | a)
             elif kind == "commit_group":
                 last = (groups[-1][0] | groups[-2][0], groups[-1][1] | groups[-2][1])
@@ -99,7 +100,7 @@ def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], set[int
                 entry[s] = new
                 work.append(s)
     found: dict[int, tuple[int, int]] = {}
-    unfenced: set[int] = set()
+    unfenced: dict[int, bool] = {}
     for k, block in enumerate(flat.blocks):
         state = entry[k]
         if state is None:
