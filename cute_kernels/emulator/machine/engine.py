@@ -421,10 +421,13 @@ class Machine:
         if self.schedule == "random":
             self.complete(self.pending[int(self.rng.integers(len(self.pending)))])
             return True
+        signalled = {id(bar) for o in self.pending for bar in o.bars}
         for cluster in self.clusters:
             for w in cluster.warps:
                 for s in w.leaves:
                     if s.wait is not None and s.wait.wants is not None:
+                        if s.wait.bar is not None and id(s.wait.bar) not in signalled:
+                            continue
                         for o in self.pending:
                             if s.wait.wants(o):
                                 self.complete(o)

@@ -610,6 +610,7 @@ def _mb_wait(ins: Instr):
                     ins.line,
                     wants=lambda o: o.signals(bar),
                     timeout=True,
+                    bar=bar,
                 )
             s.failed = key
         s.state = None

@@ -31,11 +31,14 @@ def op(*names: str):
 class Wait:
     """Why a split is blocked. `ready` says whether a retry can succeed, `wants` whether completing an async op may help."""
 
-    __slots__ = ("ready", "text", "line", "wants", "timeout")
+    __slots__ = ("ready", "text", "line", "wants", "timeout", "bar")
 
-    def __init__(self, ready: Callable[[], bool], text: Callable[[], str], line: int, wants=None, timeout: bool = False) -> None:
+    def __init__(
+        self, ready: Callable[[], bool], text: Callable[[], str], line: int, wants=None, timeout: bool = False, bar=None
+    ) -> None:
         self.ready, self.text, self.line = ready, text, line
         self.wants = wants
+        self.bar = bar  # the mbarrier, if that is what is waited for: only operations that signal it can help
         self.timeout = timeout  # the instruction may legally give up (try_wait)
 
 
