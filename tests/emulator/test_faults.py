@@ -72,6 +72,8 @@ MUTANTS = [
            schedule="lazy"),
     Mutant("parity-not-flipped", BULK, Edit(r"and.b32 %par, %k, 1;", "mov.u32 %par, 0;"),
            "race-read-after-write-shared", r"ld\.shared", schedule="lazy"),
+    Mutant("next-phase-before-all-waited", BULK, Edit(r"bar.sync 0;", "", -1),
+           "mbarrier-phase-overrun", r"cp\.async\.bulk\.shared::cluster"),
     # Barriers: bytes, arrivals, initialisation.
     Mutant("expect-too-few", GEMM, Edit(r"\[%full\], 24576;", "[%full], 16384;"), "race-read-after-write-shared", MMA),
     Mutant("expect-too-many", GEMM, Edit(r"\[%full\], 24576;", "[%full], 24592;"), "deadlock", EMPTY_WAIT),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from ptx_harness import kernel
@@ -120,6 +122,50 @@ def test_bulk_copy_mutants(schedule):
     shared, body = pipeline(BULK)
     _, record, error = run(body.replace("bar.sync 0;\n", ""), shared=shared, args=2, schedule=schedule)
     assert kinds(record) & {"mbarrier-init-race", "mbarrier-uninitialised"}
+
+
+PHASES = """
+mov.u32 %r2, bars;
+setp.ne.u32 %p1, %tx, 0;
+@%p1 bra READY;
+mbarrier.init.shared.b64 [%r2], 1;
+mbarrier.init.shared.b64 [%r2+8], 32;
+READY:
+bar.sync 0;
+setp.ge.u32 %p1, %tx, 32;
+@%p1 bra CONSUMER;
+setp.ne.u32 %p1, %tx, 0;
+@%p1 bra DONE;
+mbarrier.arrive.shared.b64 _, [%r2];
+ANSWER
+mbarrier.arrive.release.cta.shared.b64 _, [%r2];
+bra DONE;
+CONSUMER:
+FIRST: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0;
+@!%p2 bra FIRST;
+mbarrier.arrive.shared.b64 _, [%r2+8];
+SECOND: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 1;
+@!%p2 bra SECOND;
+DONE:
+"""
+ANSWER = "SEEN: mbarrier.try_wait.parity.shared.b64 %p2, [%r2+8], 0;\n@!%p2 bra SEEN;"
+
+
+def test_a_phase_that_ends_before_all_have_waited_for_the_one_before():
+    """Without the answer the second arrival may come before the first wait, which then waits for ever: a deadlock in some
+    schedules, and a finding in those where it happens to go well."""
+    bars = ".shared .align 8 .b64 bars[2];"
+    schedules = [("eager", 0), ("lazy", 0), *(("random", seed) for seed in range(6))]
+    for schedule, seed in schedules:
+        assert run(PHASES.replace("ANSWER", ANSWER), shared=bars, schedule=schedule, seed=seed)[1].hazards == []
+    outcomes = set()
+    for (schedule, seed), gap in product(schedules, ("", "nanosleep.u32 20;")):
+        text, record, error = run(PHASES.replace("ANSWER", gap), shared=bars, schedule=schedule, seed=seed)
+        (h,) = record.hazards
+        outcomes.add(h.kind)
+        assert h.kind == "deadlock" or (h.ptx_line, h.other_line) == (line_of(text, "arrive.release.cta"), line_of(text, "FIRST:"))
+        assert (h.kind == "deadlock") == isinstance(error, Deadlock)
+    assert outcomes == {"deadlock", "mbarrier-phase-overrun"}
 
 
 PROXY = """

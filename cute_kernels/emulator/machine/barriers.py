@@ -10,7 +10,7 @@ TX_LIMIT = (1 << 20) - 1
 class MBarrier:
     """State of one mbarrier: `phase` counts completed phases, so its parity is that of the current one."""
 
-    __slots__ = ("cta", "offset", "expected", "pending", "tx", "phase", "clock", "done", "line", "seen", "fenced", "generation")
+    __slots__ = ("cta", "offset", "expected", "pending", "tx", "phase", "clock", "done", "line", "seen", "fenced", "generation", "passed")
 
     def __init__(self, cta, offset: int, expected: int, line: int) -> None:
         self.cta, self.offset = cta, offset
@@ -20,6 +20,7 @@ class MBarrier:
         self.line = line
         self.clock = None  # released so far in the current phase
         self.done = None  # released by all completed phases
+        self.passed: dict[int, tuple[int, object]] = {}  # actor -> (tick, instruction) of its wait for the last complete phase
         self.seen = (0, 0)  # (actor, tick) of the init
         self.fenced = False  # its initialiser executed fence.mbarrier_init
         self.generation = -1  # the cluster barrier's generation that published the fenced init; -1: none
@@ -41,10 +42,12 @@ class MBarrier:
             else:
                 np.maximum(self.clock, clock, out=self.clock)
 
-    def settle(self) -> bool:
-        """Complete the phase if nothing is pending."""
+    def settle(self, w=None, ins=None) -> bool:
+        """Complete the phase if nothing is pending. `ins` of warp w, which completes it, is what a finding names."""
         if self.pending != 0 or self.tx != 0:
             return False
+        if self.passed:
+            self._check_waits(w, ins)
         self.phase += 1
         self.pending = self.expected
         if self.clock is not None:
@@ -55,6 +58,20 @@ class MBarrier:
             self.clock = None
         self.cta.machine.events += 1
         return True
+
+
+    def _check_waits(self, w, ins) -> None:
+        """Waits for the phase before this one must be ordered before this one ends: a waiter that comes later finds its parity
+        on the barrier again and takes the finished phase for one that is still to come."""
+        known, done = self.clock, self.done
+        for actor, (tick, wait) in self.passed.items():
+            if (known is None or tick > known[0][actor]) and (done is None or tick > done[0][actor]):
+                w.machine.report(
+                    "mbarrier-phase-overrun", w, ins,
+                    f"completes phase {self.phase} of {self.name()}, though warp {w.cta.cluster.warps[actor].index} may still wait "
+                    f"for phase {self.phase - 1}", other_line=wait.line,
+                )  # fmt: skip
+        self.passed.clear()
 
 
 class NamedBarrier:

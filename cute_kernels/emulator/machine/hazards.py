@@ -59,6 +59,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "mbarrier-init-fence": ("default", "an asynchronous unit signals an mbarrier with no fence after its init"),
     "mbarrier-reinit": ("default", "init of a live mbarrier without inval"),
     "mbarrier-underflow": ("default", "more arrivals than a phase expects"),
+    "mbarrier-phase-overrun": ("default", "a phase ends, not ordered after a wait for the phase before: the parity comes round"),
     "mbarrier-count": ("default", "an expected arrival count outside 1..2**20-1"),
     "mbarrier-parity": ("default", "a phase parity that is neither 0 nor 1"),
     "mbarrier-tx-overflow": ("default", "a tx-count outside +-(2**20-1)"),
@@ -113,7 +114,7 @@ RELAXATIONS: dict[str, str] = {
     "expect_tx at exit": "a last mbarrier.arrive.expect_tx without a copy: the producer tail of CuTe DSL TMA pipelines",
     "lane quarter": "tcgen05.ld/st of warps 1-3 with lane 0 in the address: cudnn's head-64 sparse attention, "
     "NVIDIA's 1cta_mma_a_from_tmem example",
-    "wgmma.fence": "registers of A may be written after the fence: the DSL's compiler sinks the cvt that fills them past wgmma.fence",
+    "wgmma.fence": "registers of A may be written after the fence: the DSL's compiler sinks the cvt that fills them past it",
     "write order of proxies": "an asynchronous write after a generic access needs synchronisation only, no proxy fence",
     "memory scopes": "every atomic, volatile, relaxed, acquire or release access synchronises through its address, at any scope",
     "lanes of a warp": "lanes of one warp are one actor: races between them are not looked for",

@@ -100,7 +100,7 @@ def locate(w, addr: int, ins):
 def complete_bytes(w, bar: MBarrier, n: int, ins, clock) -> None:
     bar.join(clock)
     add_tx(w, bar, -n, ins)
-    bar.settle()
+    bar.settle(w, ins)
 
 
 # ---- cp.async family: dispatch

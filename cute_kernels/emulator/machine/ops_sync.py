@@ -485,7 +485,7 @@ def arrive_on(w, bar: MBarrier, n: int, ins, *, drop: bool = False, clock=None) 
     bar.pending -= n
     if drop:
         bar.expected -= n
-    bar.settle()
+    bar.settle(w, ins)
 
 
 def add_tx(w, bar: MBarrier, n: int, ins) -> None:
@@ -543,7 +543,7 @@ def _mb_tx(ins: Instr):
         for lane in np.flatnonzero(m).tolist():
             bar = mbarrier_at(w, int(a[lane]), ins)
             add_tx(w, bar, sign * int(n[lane]), ins)
-            bar.settle()
+            bar.settle(w, ins)
         w.machine.events += 1
 
     return False, tx
@@ -590,6 +590,7 @@ def _mb_wait(ins: Instr):
             elif not done:
                 pending.append((bar, want))
             elif w.clock is not None and bar.done is not None:
+                bar.passed[w.actor] = (int(w.clock[0, w.actor]), ins)
                 if not relaxed:
                     np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
                 else:  # a fence after the wait acquires it
