@@ -480,9 +480,9 @@ def test_tma_store_and_reduce(gpu, dtype, swizzle, rank, reduce):
         want = data.copy()
         _, write, update = host_memory(want, pointer)
         if reduce:
-            plan.reduce(smem, update, reduce)
+            plan.reduce(smem, update, reduce, update)
         else:
-            plan.store(smem, write)
+            plan.store(smem, write, write)
         assert np.array_equal(got, want), (t.explain(), coords, off)
 
 

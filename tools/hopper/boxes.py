@@ -47,8 +47,8 @@ def tma_window(swizzle: str, dtype: str = "u16", rank: int = 2, add: bool = Fals
         source, target = (rng.integers(-99, 99, shape).astype(np.float32) for _ in range(2))
     else:
         source, target = (rng.integers(0, 1 << 8 * size, shape).astype(kind) for _ in range(2))
-    nan = dtype == "bf16"  # TMA's other fill; bf16's is the quiet NaN 0x7fff
-    fill = 0x7FFF if nan else 0
+    nan = dtype == "bf16"  # TMA's other fill
+    fill = 0x7FF7 if nan else 0
     count = int(np.prod(grid))
     nbytes = int(np.prod(box)) * size
     image = np.zeros((count, nbytes), np.uint8)
@@ -58,7 +58,6 @@ def tma_window(swizzle: str, dtype: str = "u16", rank: int = 2, add: bool = Fals
         t = TensorMap.tiled(view, box=box, swizzle=swizzle, dtype=dtype, oob="nan" if nan and array is source else "zero")
         maps.append(t)
     want_image, want_target = np.zeros_like(image), target.copy()
-    inside = want_target[..., :width]
     for i in range(count):
         at, index = [], i
         for n in reversed(grid):  # x is the last axis
@@ -69,11 +68,16 @@ def tma_window(swizzle: str, dtype: str = "u16", rank: int = 2, add: bool = Fals
         want_image[i] = swizzled(tile, swizzle)
         to = [c + b for c, b in zip(corner, back)]
         cut_low = [max(0, c) for c in to]
-        cut_high = [min(n, c + b) for n, c, b in zip(inside.shape, to, box)]
-        if all(a < b for a, b in zip(cut_low, cut_high)):
+        # The hardware writes whole 16 bytes: the three columns of pitch as well, as zeros in a store, as sums in an addition.
+        cut_high = [min(n, c + b) for n, c, b in zip(target.shape, to, box)]
+        if all(a < b for a, b in zip(cut_low, cut_high)) and cut_low[-1] < width:
             here = tuple(slice(a, b) for a, b in zip(cut_low, cut_high))
-            part = tile[tuple(slice(a - c, b - c) for a, b, c in zip(cut_low, cut_high, to))]
-            inside[here] = inside[here] + part if add else part
+            part = tile[tuple(slice(a - c, b - c) for a, b, c in zip(cut_low, cut_high, to))].copy()
+            if add:
+                part += want_target[here]
+            else:
+                part[..., width - cut_low[-1] :] = 0
+            want_target[here] = part
     names = ["x", "y", "z"][:rank]
     coords = []
     for k, name in enumerate(names):
@@ -132,10 +136,11 @@ END:"""
     registers = """    .reg .pred %p, %ok;
     .reg .b32 %me, %base, %bar, %t, %u, %cta, %c<3>, %e<3>, %v<4>;
     .reg .b64 %from, %to, %out, %wide;"""
-    params = ".param .align 64 .b8 map_from[128], .param .align 64 .b8 map_to[128], .param .u64 image"
+    # Not read: it tells the emulator how far the target's memory goes.
+    params = ".param .align 64 .b8 map_from[128], .param .align 64 .b8 map_to[128], .param .u64 image, .param .u64 memory"
     xyz = tuple(reversed(grid)) + (1,) * (3 - rank)
     return Case(
         f"{'tma_add' if add else 'tma_window'} {rank}-D {swizzle} {dtype}", kernel(params, registers, body, 64), xyz, 64,
-        [*maps, image], [(image, want_image, 0.0), (target, want_target, 0.0)], -(-nbytes // 1024) * 1024 + 64,
-        features="TMA, out-of-range boxes", keep=[source, target],
+        [*maps, image, target], [(image, want_image, 0.0), (target, want_target, 0.0)], -(-nbytes // 1024) * 1024 + 64,
+        features="TMA, out-of-range boxes", keep=[source],
     )  # fmt: skip

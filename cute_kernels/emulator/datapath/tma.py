@@ -28,10 +28,10 @@ UpdateGlobal = Callable[[np.ndarray, int, Update], None]
 
 _SMEM_BYTES = 228 * 1024
 _GRANULE = np.dtype("V16")  # 16 opaque bytes: moves without touching the bits
-_OOB_NAN = {  # the hardware's constant: all mantissa and exponent bits set, sign clear
-    "f16": (np.uint16, 0x7FFF), "bf16": (np.uint16, 0x7FFF), "f32": (np.uint32, 0x7FFFFFFF),
-    "f32_ftz": (np.uint32, 0x7FFFFFFF), "tf32": (np.uint32, 0x7FFFFFFF), "tf32_ftz": (np.uint32, 0x7FFFFFFF),
-    "f64": (np.uint64, 0x7FFFFFFFFFFFFFFF),
+_OOB_NAN = {  # what an H200 fills with: 0x7ff7 in every 16 bits, whatever the type
+    "f16": (np.uint16, 0x7FF7), "bf16": (np.uint16, 0x7FF7), "f32": (np.uint32, 0x7FF77FF7),
+    "f32_ftz": (np.uint32, 0x7FF77FF7), "tf32": (np.uint32, 0x7FF77FF7), "tf32_ftz": (np.uint32, 0x7FF77FF7),
+    "f64": (np.uint64, 0x7FF77FF77FF77FF7),
 }
 REDUCE_OPS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
@@ -77,14 +77,17 @@ class TmaPlan:
         smem_granules: int64[m], index of the 16-byte granule of shared memory of every 16 bytes of the tile, in tile
             order, after the swizzle. `smem_offsets` are the same in bytes.
         tx_bytes: bytes that complete on the mbarrier: the full box, out-of-range elements included.
+        spill_bytes: bytes by which `chunk_bytes` falls short of a multiple of 16 where a store or reduction ends inside
+            one. The hardware writes those too (seen on an H200): a store zeros, a reduction its result.
     """
 
     __slots__ = ("tensor", "gmem_chunks", "chunk_bytes", "chunk_skip", "row_bytes", "smem_offset", "smem_granules",
-                 "tx_bytes", "_inside", "__dict__")
+                 "tx_bytes", "spill_bytes", "_inside", "__dict__")
 
     def __init__(self, tensor: TensorMap, addresses: np.ndarray, inside: np.ndarray | None, skip: int, count: int,
-                 row_bytes: int, smem_offset: int, granules: np.ndarray) -> None:
+                 row_bytes: int, smem_offset: int, granules: np.ndarray, spill: int = 0) -> None:
         self.tensor = tensor
+        self.spill_bytes = spill
         self.chunk_skip = skip
         self.chunk_bytes = count
         self.row_bytes = row_bytes
@@ -140,22 +143,25 @@ class TmaPlan:
         """uint8[rows, row_bytes]: the tile as it lies in shared memory, un-swizzled."""
         return smem.view(_GRANULE)[self.smem_granules].view(np.uint8).reshape(len(self.gmem_chunks), self.row_bytes)
 
-    def _source(self, smem: np.ndarray) -> np.ndarray:
-        tile = self.tile(smem)[:, self.chunk_skip : self.chunk_skip + self.chunk_bytes]
-        return tile if self._inside is None else tile[self._inside]
+    def _source(self, smem: np.ndarray, start: int, size: int) -> np.ndarray:
+        tile = self.tile(smem)[:, start : start + size]
+        return np.ascontiguousarray(tile if self._inside is None else tile[self._inside])
 
-    def store(self, smem: np.ndarray, write_gmem: WriteGlobal) -> None:
-        """Shared to global memory; out-of-range elements are not written.
+    def store(self, smem: np.ndarray, write_gmem: WriteGlobal, spill: WriteGlobal | None = None) -> None:
+        """Shared to global memory; out-of-range elements are not written, but for the rest of a row's last 16 bytes.
 
         Args:
             smem: the source CTA's uint8 shared memory.
             write_gmem: (int64[k] addresses, uint8[k, nbytes]) -> None.
+            spill: the same, for the bytes past the tensor (`spill_bytes`); None leaves them alone.
         """
         live = self._live()
         if len(live) and self.chunk_bytes:
-            write_gmem(live, np.ascontiguousarray(self._source(smem)))
+            write_gmem(live, self._source(smem, self.chunk_skip, self.chunk_bytes))
+            if spill is not None and self.spill_bytes:
+                spill(live + self.chunk_bytes, np.zeros((len(live), self.spill_bytes), np.uint8))
 
-    def reduce(self, smem: np.ndarray, rmw_gmem: UpdateGlobal, op: str) -> None:
+    def reduce(self, smem: np.ndarray, rmw_gmem: UpdateGlobal, op: str, spill: UpdateGlobal | None = None) -> None:
         """Shared memory combined into global memory (cp.reduce.async.bulk.tensor).
 
         Args:
@@ -163,13 +169,17 @@ class TmaPlan:
             rmw_gmem: (int64[k] addresses, nbytes, update) -> None, where update maps uint8[k, nbytes] old contents to
                 the new contents of the same shape.
             op: one of `REDUCE_OPS`.
+            spill: as rmw_gmem, for the bytes past the tensor (`spill_bytes`); None leaves them alone.
         """
         live = self._live()
         if not len(live) or not self.chunk_bytes:
             return
-        values = np.ascontiguousarray(self._source(smem))
         dtype = self.tensor.dtype
+        values = self._source(smem, self.chunk_skip, self.chunk_bytes)
         rmw_gmem(live, self.chunk_bytes, lambda old: reduce_bytes(dtype, op, old, values))
+        if spill is not None and self.spill_bytes:
+            beyond = self._source(smem, self.chunk_skip + self.chunk_bytes, self.spill_bytes)
+            spill(live + self.chunk_bytes, self.spill_bytes, lambda old: reduce_bytes(dtype, op, old, beyond))
 
 
 def reduce_bytes(dtype: str, op: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -281,7 +291,8 @@ def plan_tile(
             raise IllegalOperand("coordinates", tuple(coords), "must fall on a byte boundary of packed elements")
         skip, count = (low - column) * bits // 8, (high - low) * bits // 8
         address = address + low * bits // 8
-    return TmaPlan(tmap, np.asarray(address, np.int64), inside, skip, count, row_bytes, smem_offset, granules)
+    spill = -count % 16 if direction != "load" else 0
+    return TmaPlan(tmap, np.asarray(address, np.int64), inside, skip, count, row_bytes, smem_offset, granules, spill)
 
 
 @lru_cache(maxsize=4096)

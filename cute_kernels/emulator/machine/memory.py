@@ -137,3 +137,18 @@ class GlobalMemory:
     def update(self, addresses: np.ndarray, nbytes: int, fn) -> None:
         """Read-modify-write: fn(old uint8[n, nbytes]) -> new."""
         self.write(addresses, fn(self.read(addresses, nbytes)))
+
+    def _allocated(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        return np.array([self.find(int(a), nbytes) is not None for a in addresses], bool)
+
+    def write_allocated(self, addresses: np.ndarray, data: np.ndarray) -> None:
+        """`write`, of the rows that lie inside an allocation."""
+        inside = self._allocated(addresses, data.shape[1])
+        self.write(addresses[inside], data[inside])
+
+    def update_allocated(self, addresses: np.ndarray, nbytes: int, fn) -> None:
+        """`update`, of the rows that lie inside an allocation (fn sees all rows, zeros for the others)."""
+        inside = self._allocated(addresses, nbytes)
+        old = np.zeros((len(addresses), nbytes), np.uint8)
+        old[inside] = self.read(addresses[inside], nbytes)
+        self.write(addresses[inside], fn(old)[inside])

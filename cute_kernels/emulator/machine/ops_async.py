@@ -582,10 +582,11 @@ def _bulk_tensor(ins: Instr):
                 g = fine_granules(plan.smem_granules, w.machine.granule_cache) if w.clock is not None else None
 
                 def effect(plan=plan):
+                    # The last 16 bytes of a row pass the tensor's edge. Past its allocation too, that is no one's memory.
                     if reduce_op:
-                        plan.reduce(cta.smem, memory.update, reduce_op)
+                        plan.reduce(cta.smem, memory.update, reduce_op, memory.update_allocated)
                     else:
-                        plan.store(cta.smem, memory.write)
+                        plan.store(cta.smem, memory.write, memory.write_allocated)
 
                 _issue_store(w, ins, g, live, max(plan.chunk_bytes, 1), effect, "cp.async.bulk.tensor store", reduce_op is not None)
                 w.machine.bytes["tma-store"] += plan.gmem_bytes
