@@ -188,7 +188,7 @@ class Decoder:
 
         model = self.model
         return self.inference.decode_n_tokens(
-            model, token.view(1, model.config.num_codebooks + 1, -1), position, count, audio_masks=None, audio_parts=None,
+            model, token.clone().view(1, model.config.num_codebooks + 1, -1), position, count, audio_masks=None, audio_parts=None,
             decode_one_token=one, **self.sampling,
         )  # fmt: skip
 
@@ -313,7 +313,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a toy shape on the CPU")
     parser.add_argument("--prompt", type=int, help="tokens of the prompt (default 234; tiny 20)")
     parser.add_argument("--tokens", type=int, help="tokens to decode (default 166; tiny 6)")
-    parser.add_argument("--warm", type=int, default=20, help="tokens decoded before the measurement (upstream's window fills at 16)")
+    parser.add_argument("--warm", type=int, default=20, help="tokens decoded before it (upstream's window fills at 16)")
     parser.add_argument("--repeat", type=int, default=1, help="loops measured; the median counts")
     parser.add_argument("--check", action="store_true", help="teacher-forced logits instead of speed")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a process")
