@@ -22,6 +22,7 @@ class Config(NamedTuple):
     has_length: bool
     has_requests: bool
     padded: bool
+    large: bool
 
 
 def can_implement(
@@ -43,7 +44,7 @@ def can_implement(
     return None
 
 
-_COMMON = tuple(Config(True, False, requests, padded) for requests in (False, True) for padded in (False, True))
+_COMMON = tuple(Config(True, False, *(bool(i >> bit & 1) for bit in range(3))) for i in range(8))
 
 
 @kernel_builder("group_topk", archs=ARCHS, variants=_COMMON)
@@ -74,6 +75,8 @@ def group_topk_kernel(config: Config, arch: str) -> tuple[Any, tuple]:
 def prepare(
     *,
     indices: Tensor,
+    s_kv: int,
+    group_size: int,
     topk_length: Tensor | None,
     cu_seqlens_q: Tensor | None,
     padded: bool,
@@ -81,10 +84,11 @@ def prepare(
     **_: Any,
 ) -> Any:
     """function(indices, topk_length, cu_seqlens_q, union, length, mask, token_map, s_kv) runs the kernel on the current stream, for
-    all indices of this layout whose address is as aligned."""
+    all indices of this layout whose address is as aligned and numbers that are the same."""
     wide = indices.shape[2] % 4 == 0 and indices.data_ptr() % 16 == 0
     wide = wide and (indices.shape[0] <= 1 or indices.stride(0) % 4 == 0)
-    return group_topk_kernel(Config(wide, topk_length is not None, cu_seqlens_q is not None, padded), target)
+    large = s_kv > 131_072 and group_size * indices.shape[2] < 65_536
+    return group_topk_kernel(Config(wide, topk_length is not None, cu_seqlens_q is not None, padded, large), target)
 
 
 def launch(
@@ -110,7 +114,8 @@ def launch(
     token_map = torch.empty((n, group_size), dtype=torch.int32, device=device)
     if n:
         function = prepare(
-            indices=indices, topk_length=topk_length, cu_seqlens_q=cu_seqlens_q, padded=padded, target=current_target(device)
-        )
+            indices=indices, s_kv=s_kv, group_size=group_size, topk_length=topk_length, cu_seqlens_q=cu_seqlens_q, padded=padded,
+            target=current_target(device),
+        )  # fmt: skip
         function(indices, topk_length, cu_seqlens_q, union, length, mask, token_map, s_kv)
     return union, length, mask, token_map

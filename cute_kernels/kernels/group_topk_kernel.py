@@ -4,24 +4,25 @@ One CTA per group, no sort: a bitmap over the keys, a prefix sum over its words,
 it. The CTA's story:
 
     locate    warp 0 finds the group's rows (with cu_seqlens_q: a scan over the requests, 32 at a time, no host knows the bounds)
-    range     the keys [base, base + 131,072), usually all of them:
+    range     the keys [base, base + 131,072 or 524,288), usually all of them:
       clear   the bitmap's words
       set     every thread reads its share of the lists: red.or of each counted key's bit; keys past the range: their minimum
-      scan    popcount of each thread's words, scan over lanes and warps; before[w] = keys smaller than word w's first
+      scan    popcount of each thread's words, scan over lanes and warps; before[w] = the range's keys below word w
       emit    a warp takes 32 words; lane l of turn i finds their set bit number 32 * i + l: whole 128-byte lines of union_indices
-      mark    the lists again (from L2): rank = before[w] + popcount below, red.or of bit rank into the slot's mask
+      mark    the lists again (from L2): rank = total + before[w] + popcount below, red.or of bit rank into the slot's mask
       window  when the 16,384 ranks of the mask in shared memory are complete: written out, cleared, and `mark` again for the next
     next      the range of the smallest key not yet seen, so that empty ranges are never visited
     write     the last mask window, union_length, token_map, and the padding
 
-Barriers: bar.sync 0 of all 512 threads, between any two of these steps that share data (clear | set | scan | scan's sums | emit and
+Barriers: bar.sync 0 of all threads, between any two of these steps that share data (clear | set | scan | scan's sums | emit and
 mark | clear). Both atomics are ORs, so the result does not depend on their order.
 
 Mask window: 16-byte pieces [block of 128 ranks][slot ^ block % 8]. Without the exclusive or, the bits of one slot would all lie in
 4 of the 32 banks.
 
-Budgets: 512 threads, 32 registers a thread and 49,408 bytes of shared memory: 4 CTAs and all 2,048 threads of an SM. The lists are
-read twice instead of being kept in 32 registers: 4 CTAs of 64 KiB on 132 SMs stay in the 50 MiB L2.
+Budgets: 32 registers a thread, so that all 2,048 threads of an SM run: 4 CTAs of 512 with 49,424 bytes of shared memory, or 2 of
+1,024 with 114,960 for more than 131,072 keys (every range costs a pass over the lists: 8 small ranges took 0.9 ms where one takes
+0.13). The lists are read twice instead of being kept in 32 registers: 4 CTAs of 64 KiB on 132 SMs stay in the 50 MiB L2.
 
 Overflow: ranks at or past the capacity are counted and not written; union_length is the needed length, the caller's flag.
 """
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint16, Uint32, const_expr
 from cutlass.utils import SmemAllocator
 
 BLOCK = 128  # ranks per mask block
@@ -44,20 +45,20 @@ class GroupTopk:
         wide: rows of the lists start at multiples of 16 bytes and topk is a multiple of 4.
         has_length: topk_length is given. has_requests: cu_seqlens_q is given.
         padded: write -1 and zero masks up to the capacity; otherwise only up to the end of the union's last block of 128.
+        large: ranges of 524,288 keys; group_size * topk must be below 65,536.
     """
 
-    THREADS = 512
-    MIN_BLOCKS = 4  # 32 registers a thread
-    WORDS = 4096  # of the bitmap: 131,072 keys a range
     WINDOW = 16384  # ranks whose masks are in shared memory: 8 lists of 2,048 without a common key
-    SMEM = 4 * (2 * WORDS + 2 * 32) + WINDOW // BLOCK * 128
 
-    def __init__(self, wide: bool, has_length: bool, has_requests: bool, padded: bool) -> None:
+    def __init__(self, wide: bool, has_length: bool, has_requests: bool, padded: bool, large: bool) -> None:
         self.wide, self.has_length, self.has_requests, self.padded = wide, has_length, has_requests, padded
         self.vec = 4 if wide else 1
-        self.warps = self.THREADS // 32
-        self.range = 32 * self.WORDS
-        assert self.MIN_BLOCKS * (self.SMEM + 1024) <= 228 * 1024 and self.warps <= 32
+        self.threads, self.min_blocks, self.words = (1024, 2, 16384) if large else (512, 4, 4096)
+        self.rank = Uint16 if large else Int32  # of before[]
+        self.warps = self.threads // 32
+        self.range = 32 * self.words
+        smem = self.words * (4 + self.rank.width // 8) + self.WINDOW // BLOCK * 128 + 4 * (32 + 32 + 4)
+        assert self.min_blocks * (smem + 1024) <= 228 * 1024 and self.min_blocks * self.threads * 32 <= 65536 and self.warps <= 32
 
     @cute.jit
     def __call__(
@@ -74,9 +75,9 @@ class GroupTopk:
     ):
         self.kernel(indices, topk_length, requests, union, length, mask, token_map, s_kv).launch(
             grid=[token_map.shape[0], 1, 1],
-            block=[self.THREADS, 1, 1],
+            block=[self.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=self.MIN_BLOCKS,
+            min_blocks_per_mp=self.min_blocks,
             preferred_smem_carveout=100,
         )
 
@@ -99,33 +100,34 @@ class GroupTopk:
 
         allocator = SmemAllocator()
         marks = allocator.allocate_array(Uint32, self.WINDOW // BLOCK * 32, byte_alignment=16)
-        bits = allocator.allocate_array(Uint32, self.WORDS, byte_alignment=16)
-        before = allocator.allocate_array(Int32, self.WORDS, byte_alignment=16)
-        sums = allocator.allocate_array(Int32, 32, byte_alignment=16)  # of each warp's bits; 30, 31: the group's rows
+        bits = allocator.allocate_array(Uint32, self.words, byte_alignment=16)
+        before = allocator.allocate_array(self.rank, self.words, byte_alignment=16)
+        sums = allocator.allocate_array(Int32, 32, byte_alignment=16)  # of each warp's bits
         nexts = allocator.allocate_array(Int32, 32, byte_alignment=16)  # smallest key past the range, of each warp
+        rows = allocator.allocate_array(Int32, 4, byte_alignment=16)  # the group's first row, its tokens
 
         # ---- locate, and an empty mask window
-        for piece in cutlass.range(tid, self.WINDOW // 16, self.THREADS, unroll=1):
+        for piece in cutlass.range(tid, self.WINDOW // 16, self.threads, unroll=1):
             self.store4(marks + 4 * piece, Int32(0))
         row, count = group * size, cutlass.min(size, s_q - group * size)
         if const_expr(self.has_requests):
             if warp == 0:
                 first, tokens = self.locate(requests, group, size, s_q, lane)
                 if lane == 0:
-                    (sums + 30).store(first)
-                    (sums + 31).store(tokens)
+                    rows.store(first)
+                    (rows + 1).store(tokens)
             cute.arch.sync_threads()
-            row, count = (sums + 30).load(), (sums + 31).load()
+            row, count = rows.load(), (rows + 1).load()
         if tid < size:
             token_map[group, tid] = cutlass.select_(tid < count, row + tid, Int32(-1))
 
         base, total, window = Int32(0), Int32(0), Int32(0)
         more = Int32(1) if count > 0 and s_kv > 0 else Int32(0)
         while more != 0:
-            words = cutlass.min(Int32(self.WORDS), ((s_kv - base - 1) >> 5) + 1)
+            words = cutlass.min(Int32(self.words), ((s_kv - base - 1) >> 5) + 1)
 
             # ---- clear
-            for w in cutlass.range(4 * tid, words, 4 * self.THREADS, unroll=1):
+            for w in cutlass.range(4 * tid, words, 4 * self.threads, unroll=1):
                 self.store4(bits + w, Int32(0))
             cute.arch.sync_threads()
 
@@ -133,7 +135,7 @@ class GroupTopk:
             smallest = Int32(NO_KEY)
             for slot in cutlass.range(count, unroll=1):
                 limit, address = self.list_of(indices, topk_length, row + slot)
-                for p in cutlass.range(self.vec * tid, limit, self.vec * self.THREADS, unroll=1):
+                for p in cutlass.range(self.vec * tid, limit, self.vec * self.threads, unroll=1):
                     keys = self.load(address + Int64(p) * 4)
                     for e in cutlass.range_constexpr(self.vec):
                         offset = self.offset(keys[e], p + e, limit, s_kv, base)
@@ -147,7 +149,7 @@ class GroupTopk:
             cute.arch.sync_threads()
 
             # ---- scan: this thread's words are neighbours, an odd number of them for the sake of the banks
-            share = ((words + (self.THREADS - 1)) // self.THREADS) | 1
+            share = ((words + (self.threads - 1)) // self.threads) | 1
             begin = cutlass.min(tid * share, words)
             end = cutlass.min(begin + share, words)
             own = Int32(0)
@@ -166,16 +168,16 @@ class GroupTopk:
             smallest = cute.arch.warp_redux_sync(smallest, "min")
             found = cute.arch.warp_redux_sync(of_warp, "add")
             earlier = cute.arch.warp_redux_sync(of_warp if lane < warp else Int32(0), "add")
-            running = total + earlier + inclusive - own
+            running = earlier + inclusive - own
             for w in cutlass.range(begin, end, unroll=1):
-                (before + w).store(running)
+                (before + w).store(self.rank(running))
                 running = running + Int32(cute.arch.popc((bits + w).load()))
             cute.arch.sync_threads()
 
             # ---- emit
-            here = union.iterator + Int64(group) * Int64(u)
-            for first in cutlass.range(32 * warp, words, self.THREADS, unroll=1):
-                self.emit(here, bits, before, first, words, base, u, lane)
+            here = union.iterator + (Int64(group) * Int64(u) + total)
+            for first in cutlass.range(32 * warp, words, self.threads, unroll=1):
+                self.emit(here, bits, before, first, words, base, u - total, lane)
 
             # ---- mark, window by window
             marking = Int32(1)
@@ -183,14 +185,14 @@ class GroupTopk:
                 ranks = cutlass.min(Int32(self.WINDOW), u - window)
                 for slot in cutlass.range(count, unroll=1):
                     limit, address = self.list_of(indices, topk_length, row + slot)
-                    for p in cutlass.range(self.vec * tid, limit, self.vec * self.THREADS, unroll=1):
+                    for p in cutlass.range(self.vec * tid, limit, self.vec * self.threads, unroll=1):
                         keys = self.load(address + Int64(p) * 4)
                         for e in cutlass.range_constexpr(self.vec):
                             offset = self.offset(keys[e], p + e, limit, s_kv, base)
                             if Uint32(offset) < Uint32(self.range):
                                 w, bit = offset >> 5, Uint32(1) << Uint32(offset & 31)
                                 below = cute.arch.popc(Uint32((bits + w).load()) & (bit - Uint32(1)))
-                                rank = (before + w).load() + Int32(below) - window
+                                rank = total + Int32((before + w).load()) + Int32(below) - window
                                 if Uint32(rank) < Uint32(ranks):
                                     piece = self.piece(rank >> 7, slot)
                                     at = marks + (4 * piece + ((rank >> 5) & 3))
@@ -218,7 +220,7 @@ class GroupTopk:
         aligned = (kept + 3) & ~3
         if kept + tid < aligned:
             (pad + kept + tid).store(Int32(-1))
-        for r in cutlass.range(aligned + 4 * tid, last, 4 * self.THREADS, unroll=1):
+        for r in cutlass.range(aligned + 4 * tid, last, 4 * self.threads, unroll=1):
             self.store4(pad + r, Int32(-1))
 
     # ---------------------------------------------------------------------------------------------------- steps
@@ -266,14 +268,17 @@ class GroupTopk:
         first: Int32,
         words: Int32,
         base: Int32,
-        u: Int32,
+        room: Int32,
         lane: Int32,
     ):
-        """The keys of words [first, first + 32) to their ranks. A thread per word would be simpler, but its stores touch an L2 sector
-        for each key: with 16,384 keys a group that took 220 to 550 of 340 to 660 us (21,000 tokens on an H200)."""
+        """The keys of words [first, first + 32) to their places among the range's; those at or past `room` are dropped.
+
+        A thread per word would be simpler, but its stores touch an L2 sector for each key: with 16,384 keys a group that took 220
+        to 550 of 340 to 660 us (21,000 tokens on an H200).
+        """
         word, rank = Uint32(0), Int32(0)
         if first + lane < words:
-            word, rank = Uint32((bits + first + lane).load()), (before + first + lane).load()
+            word, rank = Uint32((bits + first + lane).load()), Int32((before + first + lane).load())
         start = cute.arch.shuffle_sync(rank, offset=0)
         size = Int32(cute.arch.popc(word))
         keys = cute.arch.warp_redux_sync(size, "add")
@@ -296,7 +301,7 @@ class GroupTopk:
                     nth = nth - low
                     rest = Uint32(rest >> Uint32(half))
                     bit = bit + half
-            if mine < keys and start + mine < u:
+            if mine < keys and start + mine < room:
                 (to + start + mine).store(base + 32 * (first + at) + bit)
 
     @cute.jit
@@ -336,7 +341,7 @@ class GroupTopk:
     def write_masks(self, mask: cute.Tensor, marks: cute.Pointer, group: Int32, u: Int32, window: Int32, last: Int32, tid: Int32):
         """Ranks [window, last) of the mask to global memory; the window is empty afterwards. Past the window: zeros."""
         to = mask.iterator.toint() + Int64(group) * Int64(u)  # 1 byte per rank: 8 slots x 1 bit
-        for i in cutlass.range(tid, (last - window) >> 4, self.THREADS, unroll=1):
+        for i in cutlass.range(tid, (last - window) >> 4, self.threads, unroll=1):
             target = cute.make_ptr(Int32, to + window + 16 * Int64(i), cute.AddressSpace.gmem, assumed_align=16)
             values = cute.make_rmem_tensor((4,), Int32)
             values.fill(0)

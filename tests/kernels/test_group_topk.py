@@ -26,7 +26,7 @@ from cute_kernels.jit import cubin as cubins  # noqa: E402
 ARCHS = ("sm_90a", "sm_100a")
 SCHEDULES = ("eager", "lazy", "random")
 INT_MAX = 2**31 - 1
-CONFIGS = [host.Config(*map(bool, flags)) for flags in ((1, 0, 0, 0), (1, 1, 1, 1), (0, 1, 1, 0), (1, 0, 1, 1))]
+CONFIGS = [host.Config(*map(bool, flags)) for flags in ((1, 0, 0, 0, 0), (1, 1, 1, 1, 1), (0, 1, 1, 0, 1), (1, 1, 1, 1, 0))]
 
 
 def inputs(s_q, topk, s_kv, group_size, *, low=-20, length=False, cu=None, max_union=None, seed=0, cut=False, device="cpu"):
@@ -65,9 +65,9 @@ def agree(args, got, padded):
 def test_compiled_code(config, arch):
     artifact = host.group_topk_kernel.artifact(config, arch)
     (r,) = cubins.resources(artifact.cubin)
-    assert (r.stack, r.spill_loads, r.spill_stores, r.threads) == (0, 0, 0, 512)
+    assert (r.stack, r.spill_loads, r.spill_stores, r.threads) == (0, 0, 0, 1024 if config.large else 512)
     assert r.registers <= 32, "2,048 threads on an SM"
-    assert artifact.dynamic_smem == [49408]
+    assert artifact.dynamic_smem == [114_960 if config.large else 49_424]
     opcodes = cubins.ptx_opcodes(artifact.ptx)
     assert opcodes["ld.global.v4.b32"] == (2 if config.wide else 0), opcodes
 
@@ -82,6 +82,7 @@ CASES = {
     "malformed bounds": (dict(s_q=10, topk=6, s_kv=50, group_size=4, cu=[7, -3, 9, 5, 2**31 - 1]), True),
     "no request": (dict(s_q=10, topk=6, s_kv=50, group_size=4, cu=[0]), True),
     "three ranges": (dict(s_q=10, topk=32, s_kv=300_000, group_size=8), True),
+    "small ranges": (dict(s_q=2, topk=8192, s_kv=140_000, group_size=8), True),
     "keys up to the last int32": (dict(s_q=11, topk=20, s_kv=INT_MAX, group_size=8, low=INT_MAX - 40), True),
     "keys far apart": (dict(s_q=3, topk=2, s_kv=INT_MAX, group_size=3), True),
     "capacity exceeded": (dict(s_q=16, topk=100, s_kv=1000, group_size=8, max_union=128), True),
@@ -177,7 +178,7 @@ def test_emulated_race_is_found(tmp_path):
     with emulate("sm_90a", schedule="random") as emulation:
         results = host.launch(**args)
         clean = len(emulation.hazards)
-        run = build(host.Config(True, False, False, True), current_target(args["indices"].device))
+        run = build(host.Config(True, False, False, True, False), current_target(args["indices"].device))
         run(args["indices"], None, None, *results, args["s_kv"])
     assert clean == 0 and any("race" in str(hazard) for hazard in emulation.hazards)
 
