@@ -50,6 +50,30 @@ def test_logits_match(head_dim, n_local_heads):
         assert (a - b).abs().max() < 1e-4 * a.abs().max()  # float32, five layers
 
 
+def test_the_model_without_codebook_layers():
+    """NaiveTransformer: no fast layers, its own forward_generate."""
+    from fish_speech.models.text2semantic import llama
+
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = llama.NaiveModelArgs(
+            vocab_size=164, n_layer=2, n_head=4, n_local_heads=2, head_dim=32, dim=64, intermediate_size=128, max_seq_len=64,
+            codebook_size=64, num_codebooks=fish.CODEBOOKS,
+        )  # fmt: skip
+        made.append(llama.NaiveTransformer(config, tokenizer=fish.Tokenizer()).eval())
+    use_active_attention(made[1])
+    tokens = fish.prompt(24)[None]
+    out = []
+    for model in made:
+        model.setup_caches(1, 64, torch.float32)
+        with torch.inference_mode():
+            passes = [model.forward_generate(tokens[:, :, :20], torch.arange(20))]
+            passes += [model.forward_generate(tokens[:, :, i : i + 1], torch.tensor([i])) for i in range(20, 24)]
+        out.append(torch.stack([r.codebook_logits[0, -1] for r in passes]))
+    assert torch.allclose(out[0], out[1], rtol=0, atol=1e-4 * float(out[0].abs().max()))
+
+
 def test_stale_rows_do_not_matter():
     tokens = fish.prompt(24)
     clean, dirty = (use_active_attention(fish.make_model()) for _ in range(2))
