@@ -219,6 +219,18 @@ def test_out_with_strides_and_nothing_outside_it():
 
 
 @full
+def test_strides_of_dimensions_with_one_entry_mean_nothing():
+    args = bench().make(bench().Case(1, 16, 200, 128, group=16), "cpu")
+    want = bench().reference(args)
+    for name in ("q", "kv", "head_group_mask"):
+        t = args[name]
+        args[name] = t.as_strided(t.shape, [7 if n == 1 else s for n, s in zip(t.shape, t.stride())][:-1] + [1])
+    out = torch.empty(1, 16, 512, dtype=torch.bfloat16).as_strided((1, 16, 512), (3, 512, 1))
+    got, _ = run({**args, "out": out})
+    assert_close(got, want)
+
+
+@full
 def test_one_head_and_sizes_zero():
     args = bench().make(bench().Case(2, 1, 30, 17, d_qk=512), "cpu")
     got, _ = run(args)

@@ -136,6 +136,11 @@ def tmem_store_wait() -> None:
 
 
 # ---- tensor core, issued by one thread for both CTAs -----------------------------------------------------------------------
+def matrix_start(address: Int32) -> Int32:
+    """A shared-memory address as the lower word of a matrix descriptor holds it (bits 18 and up name the CTA, not the place)."""
+    return (address & 0x3FFFF) >> 4
+
+
 def mma_ts(d: Int32, a: Int32, b_low: Int32, kind: int, steps: list[tuple[int, int, int]]) -> None:
     """D = A B^T over `steps` of 16: A in tensor memory `step[0]` columns after a, B in shared memory `step[1]` bytes after the
     start in b_low, with upper descriptor word step[2]."""
@@ -216,6 +221,20 @@ def load_box(dst: Int32, desc: Int64, column: Int32, head: Int32, row: Int32, ba
     )
 
 
+def store_box(desc: Int64, column: Int32, head: Int32, row: Int32, src: Int32, policy: Int64) -> None:
+    """A box (columns, heads) of query row `row` from shared memory to `out`; absent heads are not written."""
+    _one(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint [{$r0}, {{$r1}, {$r2}, {$r3}}], [{$r4}], {$r5};"
+        "\n\tcp.async.bulk.commit_group;",
+        [desc, column, head, row, src, policy],
+    )
+
+
+def stores_have_read() -> None:
+    """Wait until the boxes that this warp has stored have left shared memory."""
+    _one("cp.async.bulk.wait_group.read 0;", [])
+
+
 def policy(kind: str) -> Int64:
     """L2 eviction policy: evict_last for rows that other query rows read again, evict_first for what is used once."""
     return cute.arch.inline_ptx(f"createpolicy.fractional.L2::{kind}.b64 {{$w0}}, 1.0;", write_only_types=[Int64])
@@ -232,12 +251,6 @@ def load_global_float(address: Int64) -> Float32:
 
 def store_global_float(address: Int64, value: Float32) -> None:
     cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def store_global_4(address: Int64, offset: int, words: list[Int32]) -> None:
-    cute.arch.inline_ptx(
-        f"st.global.L1::no_allocate.v4.b32 [{{$r0}}+{offset}], {_registers('r', 1, 4)};", read_only_args=[address, *words]
-    )
 
 
 def load_shared(address: Int32, offset: int = 0) -> Int32:

@@ -13,7 +13,9 @@ HALF_V = 256  # value columns held by one CTA
 ROPE = 64  # d_qk - D_V, 32 of them per CTA
 THREADS = 384
 WARPS = THREADS // 32
-REGISTERS = 168  # 384 * 168 = 64,512 of 65,536
+REGISTERS = 168  # per thread at launch: 384 * 168 = 64,512 of 65,536
+EPILOGUE_REGISTERS, OTHER_REGISTERS = 232, 96  # after setmaxnreg; the softmax keeps 168. An epilogue thread holds 256 bf16 columns
+assert 128 * (REGISTERS + EPILOGUE_REGISTERS + OTHER_REGISTERS) <= THREADS * REGISTERS
 MAX_SMEM = 232448
 
 # warp roles
@@ -28,6 +30,8 @@ TILE = KEYS * 128
 TILES = HALF_V // 64
 ROPE_AT = TILES * TILE
 ROPE_BYTES = KEYS * ROPE // 2 * 2
+
+OUT_BYTES = 32 * 32 * 2
 
 # ---- tensor memory columns. O: lane q = value columns 0..255 of head q, lane 64 + q = 256..511. P: lane q = half-0 partial logits
 # of head q, lane 64 + q = half-1 partials. Q: 8 columns per step of 16 columns, half 0 in lanes 0..63, half 1 in 64..127
@@ -55,7 +59,8 @@ class Layout:
         self.slot = TILES * TILE + (ROPE_BYTES if self.rope else 0)
         self.ring = 0
         self.s = self.ring + SLOTS * self.slot  # 2 x [64 heads, 64 keys] bf16, core matrices of 8 heads x 16 bytes
-        self.exchange = self.s + 2 * HEADS * KEYS * 2  # 128 threads x 32 fp32 partial logits
+        self.out = self.s + 2 * HEADS * KEYS * 2  # 4 epilogue warps x [32 heads, 32 columns] bf16 (64-byte swizzle)
+        self.exchange = self.out + 4 * OUT_BYTES  # 128 threads x 32 fp32 partial logits
         self.records = self.exchange + 128 * 32 * 4
         self.row_max = self.records + RECORDS * REC_BYTES  # 128 fp32
         self.sums = self.row_max + 128 * 4  # end of a row: 128 partial sums, 64 maxima, 64 references, 1 word "row is empty"
@@ -73,7 +78,7 @@ class Layout:
             setattr(self, name, at)
             at += 8 * count
         self.bytes = at
-        assert self.slot % 1024 == self.s % 1024 == self.records % 16 == self.bars % 8 == 0
+        assert self.slot % 1024 == self.s % 1024 == self.out % 512 == OUT_BYTES % 512 == self.records % 16 == self.bars % 8 == 0
         assert self.bytes <= MAX_SMEM, self.bytes
 
 

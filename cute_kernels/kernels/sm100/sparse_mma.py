@@ -31,7 +31,7 @@ class Mma:
         steps = [(8 * (8 * part + i), 2 * (i // 4) * TILE + 32 * (i % 4), lay.K_HIGH) for i in range(8)]
         if const_expr(self.at.rope):
             steps.append((8 * (lay.Q_STEPS + part), ROPE_AT, lay.Q_ROPE_HIGH))
-        dev.tmem_copy(tmem + Q_COLUMN, (smem + self.at.ring + slot * self.at.slot) >> 4, steps)
+        dev.tmem_copy(tmem + Q_COLUMN, dev.matrix_start(smem + self.at.ring + slot * self.at.slot), steps)
 
     @cute.jit
     def scores(self, smem, tmem, slot):
@@ -39,14 +39,14 @@ class Mma:
         steps = [(8 * i, (i // 4) * TILE + 32 * (i % 4), lay.K_HIGH) for i in range(lay.Q_STEPS)]
         if const_expr(self.at.rope):
             steps += [(8 * (lay.Q_STEPS + i), ROPE_AT + 32 * i, lay.K_ROPE_HIGH) for i in range(2)]
-        low = (smem + self.at.ring + slot * self.at.slot) >> 4
+        low = dev.matrix_start(smem + self.at.ring + slot * self.at.slot)
         dev.mma_ts(tmem + P_COLUMN, tmem + Q_COLUMN, low, lay.QK_INSTRUCTION, steps)
 
     @cute.jit
     def values(self, smem, tmem, slot, buffer, accumulate):
         """O (+)= S V of 64 keys: two tiles of 128 value columns per CTA, the keys in four steps of 16."""
-        s_low = ((smem + self.at.s + buffer * (lay.HEADS * lay.KEYS * 2)) >> 4) + lay.S_LOW
-        v_low = ((smem + self.at.ring + slot * self.at.slot) >> 4) + lay.V_LOW
+        s_low = dev.matrix_start(smem + self.at.s + buffer * (lay.HEADS * lay.KEYS * 2)) + lay.S_LOW
+        v_low = dev.matrix_start(smem + self.at.ring + slot * self.at.slot) + lay.V_LOW
         for n in cutlass.range_constexpr(TILES // 2):
             steps = [(2048 * i, 2 * n * TILE + 2048 * i) for i in range(4)]
             d = tmem + (O_COLUMN + 128 * n)
@@ -78,14 +78,17 @@ class Mma:
         slot = Int32(0)
         phase = Int32(0)
         v_slot = Int32(0)  # ring position of the next values
-        v_phase = Int32(0)
         in_row = Int32(0)
         rows = Int32(0)
         row = Int32(pair)
-        while row < s_q:
+        more = Int32(1)
+        while more != 0:
+            more = cutlass.select_(row < s_q, Int32(1), Int32(0))
             stage = count & (RECORDS - 1)
-            dev.wait(smem + self.at.rec_full + 8 * stage, (count >> 3) & 1)
-            empty = self.flags(smem, stage) & FLAG_EMPTY
+            empty = Int32(1)
+            if more != 0:
+                dev.wait(smem + self.at.rec_full + 8 * stage, (count >> 3) & 1)
+                empty = self.flags(smem, stage) & FLAG_EMPTY
             if empty == 0:
                 # Q in tensor memory is free once the scores of the row before are complete
                 dev.wait(smem + self.at.p_full, (issued & 1) ^ 1)
@@ -94,13 +97,13 @@ class Mma:
                     self.copy_q(smem, tmem, slot, part)
                     dev.commit(smem + self.at.kv_empty + 8 * slot)
                     slot, phase = next_slot(slot, phase)
-            while done < issued:
+            # ---- the values that the row before still owes
+            for _ in cutlass.range(issued - done, unroll=1):
                 self.finish_one(smem, tmem, v_slot, done, in_row, rows, done + 1 == issued)
-                v_slot, v_phase = next_slot(v_slot, v_phase)
+                v_slot = next_slot(v_slot, phase)[0]
                 done = done + 1
                 in_row = in_row + 1
-            if in_row != 0:
-                rows = rows + 1
+            rows = rows + cutlass.select_(in_row != 0, Int32(1), Int32(0))
             in_row = Int32(0)
             if empty == 0:
                 v_slot = slot
@@ -120,15 +123,10 @@ class Mma:
                     issued = issued + 1
                     if issued - done == 3:
                         self.finish_one(smem, tmem, v_slot, done, in_row, rows, False)
-                        v_slot, v_phase = next_slot(v_slot, v_phase)
+                        v_slot = next_slot(v_slot, phase)[0]
                         done = done + 1
                         in_row = in_row + 1
-            else:
+            elif more != 0:
                 dev.arrive(smem + self.at.rec_empty + 8 * stage)
                 count = count + 1
             row = row + pairs
-        while done < issued:
-            self.finish_one(smem, tmem, v_slot, done, in_row, rows, done + 1 == issued)
-            v_slot, v_phase = next_slot(v_slot, v_phase)
-            done = done + 1
-            in_row = in_row + 1

@@ -115,6 +115,16 @@ def _function(config: Config, target: Any) -> Any:
     return function
 
 
+def _rows_of_16_bytes(t: Tensor | None) -> Tensor | None:
+    """`t` with a stride that the tensor maps take where a dimension has one entry, whose stride means nothing."""
+    if t is None:
+        return None
+    per_row = 16 // t.element_size()
+    if all(stride % per_row == 0 for stride in t.stride()[:-1]):
+        return t
+    return t.as_strided(t.shape, [s if s % per_row == 0 else s // per_row * per_row for s in t.stride()[:-1]] + [1])
+
+
 def launch(
     *,
     q: Tensor,
@@ -136,6 +146,7 @@ def launch(
     target = current_target(q.device)
     config = config_of(q, sm_scale, attn_sink, topk_length, head_group_mask)
     _function(config, target)(
-        q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, float(sm_scale),
+        _rows_of_16_bytes(q), _rows_of_16_bytes(kv), indices, _rows_of_16_bytes(out), max_logits, lse, attn_sink, topk_length,
+        _rows_of_16_bytes(head_group_mask), float(sm_scale),
         head_group_size.bit_length() - 1, max(target.num_sms // 2, 1),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from cute_kernels.kernels.sm100.sparse_layout import (
     KEYS,
     LAZY_THRESHOLD,
     O_COLUMN,
+    OUT_BYTES,
     P_COLUMN,
     REC_BYTES,
     REC_MASK,
@@ -147,8 +148,19 @@ class Softmax:
             rows = rows + 1
             row = row + pairs
 
+    def store_lane(self, own_row, turn, words, out_map, first_column, first_head, row, staging, policy):
+        """This thread's 256 output columns (bf16 pairs): 32 heads x 32 columns at a time through the warp's staging tile."""
+        for i in range(HALF_V // 32):
+            dev.stores_have_read()
+            cute.arch.sync_warp()
+            for c in range(4):
+                dev.store_shared_4(own_row + ((turn ^ c) << 4), 0, words[16 * i + 4 * c : 16 * i + 4 * c + 4])
+            dev.fence_async()
+            cute.arch.sync_warp()
+            dev.store_box(out_map, first_column + 32 * i, first_head, row, staging, policy)
+
     @cute.jit
-    def epilogue(self, smem, tmem, mOut, mMax, mLse, mSink, sm_scale: Float32, s_q, h_q, pair, pairs, cta, thread):
+    def epilogue(self, smem, tmem, out_map, mMax, mLse, mSink, sm_scale: Float32, s_q, h_q, pair, pairs, cta, thread):
         warp = cute.arch.make_warp_uniform(thread >> 5)
         half = warp >> 1
         local = thread & (HEADS - 1)
@@ -160,7 +172,13 @@ class Softmax:
             if present:
                 sink = dev.load_global_float(mSink.iterator.toint() + Int64(head) * (Int64(mSink.stride[0]) * 4))
             sink = sink * Float32(dev.LOG2_E)
-        out_head = mOut.iterator.toint() + Int64(head) * (Int64(mOut.stride[1]) * 2) + Int64(half * (HALF_V * 2))
+        # staging of this warp: head t % 32 at 64 bytes, its 16-byte chunk c at place c ^ (t >> 1) % 4 (the 64-byte swizzle)
+        staging = smem + self.at.out + warp * OUT_BYTES
+        own_row = staging + 64 * (thread & 31)
+        turn = (thread >> 1) & 3
+        once = dev.policy("evict_first")
+        first_column = half * HALF_V
+        first_head = cta * HEADS + 32 * (warp & 1)
         rows = Int32(0)
         filled = Int32(0)  # rows with a counted key
         row = Int32(pair)
@@ -186,27 +204,25 @@ class Softmax:
             if const_expr(mSink is not None):
                 total = total + dev.exp2(sink - reference)
             scale = cutlass.select_(counted, Float32(1.0) / total, Float32(0.0))
-            out = out_head + Int64(row) * (Int64(mOut.stride[0]) * 2)
             if row_empty == 0:
+                # ---- all of O to bf16 registers, so that the tensor core may begin the next row's, then to memory
                 dev.wait(smem + self.at.o_full, filled & 1)
                 dev.fence_after()
+                words = []
                 for i in cutlass.range_constexpr(HALF_V // 32):
                     (values,) = dev.tmem_load(tmem_lane + (O_COLUMN + 32 * i))
-                    if const_expr(i == HALF_V // 32 - 1):
-                        dev.fence_before()
-                        cute.arch.sync_warp()
-                        dev.arrive_even(smem + self.at.o_empty)
                     values = dev.scale_all(values, scale)
-                    words = [dev.pack_bf16(values[2 * j], values[2 * j + 1]) for j in range(16)]
-                    # a head that counts no key gives zeros, even where another head's key has put a NaN into this row
-                    words = [cutlass.select_(counted, w, Int32(0)) for w in words]
-                    if present:
-                        for j in cutlass.range_constexpr(4):
-                            dev.store_global_4(out, 64 * i + 16 * j, words[4 * j : 4 * j + 4])
+                    words += [dev.pack_bf16(values[2 * j], values[2 * j + 1]) for j in range(16)]
+                dev.fence_before()
+                cute.arch.sync_warp()
+                dev.arrive_even(smem + self.at.o_empty)
+                # a head that counts no key gives zeros, even where another head's key has put a NaN into this row
+                words = [cutlass.select_(counted, word, Int32(0)) for word in words]
+                self.store_lane(own_row, turn, words, out_map, first_column, first_head, row, staging, once)
                 filled = filled + 1
             else:
-                if present:
-                    for i in cutlass.range_constexpr(HALF_V // 8):
-                        dev.store_global_4(out, 16 * i, [Int32(0)] * 4)
+                zeros = [Int32(0) for _ in range(HALF_V // 2)]
+                self.store_lane(own_row, turn, zeros, out_map, first_column, first_head, row, staging, once)
             rows = rows + 1
             row = row + pairs
+        dev.stores_have_read()
