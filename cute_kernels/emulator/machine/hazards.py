@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "tcgen05-st": ("default", "a register count that does not fit the shape; ends the launch"),
     "wgmma": ("default", "a register count that does not fit the shape; ends the launch"),
     "wgmma-register": ("default", "a register that a wgmma not yet waited for reads or writes is used otherwise"),
-    "wgmma-fence": ("both", "a wgmma on accumulators that were accessed since the last wgmma.fence; strict: on A registers too"),
+    "wgmma-fence": ("default", "a wgmma on accumulators that were accessed since the last wgmma.fence"),
     "setmaxnreg": ("default", "inc below or dec above the present count (waiting for registers shows as deadlock)"),
     "deadlock": ("default", "no warp can run, or none has any effect any more"),
     "device-assertion": ("default", "__assertfail was called; ends the launch"),
@@ -114,7 +114,6 @@ RELAXATIONS: dict[str, str] = {
     "expect_tx at exit": "a last mbarrier.arrive.expect_tx without a copy: the producer tail of CuTe DSL TMA pipelines",
     "lane quarter": "tcgen05.ld/st of warps 1-3 with lane 0 in the address: cudnn's head-64 sparse attention, "
     "NVIDIA's 1cta_mma_a_from_tmem example",
-    "wgmma.fence": "registers of A may be written after the fence: the DSL's compiler sinks the cvt that fills them past it",
     "write order of proxies": "an asynchronous write after a generic access needs synchronisation only, no proxy fence",
     "memory scopes": "every atomic, volatile, relaxed, acquire or release access synchronises through its address, at any scope",
     "lanes of a warp": "lanes of one warp are one actor: races between them are not looked for",

@@ -94,7 +94,7 @@ class Program:
         for i in self.suspects:
             if self.flat.instrs[i].base in _PURE:
                 self.tracked.update(registers(self.flat.instrs[i].operands[0]))
-        self.in_flight, self.unfenced = wgmma_registers.analyse(self.flat) if checking else ({}, {})
+        self.in_flight, self.unfenced = wgmma_registers.analyse(self.flat) if checking else ({}, set())
         self.items: list[Item] = []
         self._decode()
         self.nitems = len(self.items)
@@ -183,11 +183,9 @@ class Program:
             if access is not None:
                 w.check_in_flight(*access, ins)
             else:
-                # Of A registers at the strict level only: compilers move what computes them past the fence, and ptxas copes.
                 w.machine.report(
-                    "wgmma-fence", w, ins, "uses registers that other instructions accessed, with no wgmma.fence after",
-                    default=self.unfenced[ins.index],
-                )  # fmt: skip
+                    "wgmma-fence", w, ins, "uses accumulators that other instructions accessed, with no wgmma.fence after"
+                )
             return fn(w, s, m, ins)
 
         return checked

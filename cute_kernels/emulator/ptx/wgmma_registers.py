@@ -1,8 +1,8 @@
 """Which instructions may touch registers that a wgmma.mma_async still uses, and which wgmma may lack a wgmma.fence.
 
 From wgmma.mma_async until a wgmma.wait_group covers it, its accumulators may not be read or written and its A registers may not
-be written. And after any other access to those registers, a wgmma.fence must come before the wgmma that uses them. ptxas does
-not refuse either. A forward analysis over the control-flow graph finds the few candidates, so that nothing is tracked elsewhere;
+be written. And after any other access to the accumulators, a wgmma.fence must come before the wgmma that uses them. (So it must for
+A registers, but compilers move what computes them past the fence, and ptxas copes.) ptxas does not refuse either. A forward analysis over the control-flow graph finds the few candidates, so that nothing is tracked elsewhere;
 whether a candidate's wgmma is really in flight is asked when it executes.
 """
 
@@ -25,9 +25,8 @@ def is_mma(ins: Instr) -> bool:
     return ins.base == "wgmma" and ins.mods[0] == "mma_async"
 
 
-def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], dict[int, bool]]:
-    """({instruction index: (registers read, registers written) that may be in flight}, {index of a wgmma without a fence: whether
-    its accumulators lack it, or its A registers only})."""
+def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], set[int]]:
+    """({instruction index: (registers read, registers written) that may be in flight}, {index of a wgmma without a fence})."""
     number: dict[Reg, int] = {}
     mmas: dict[int, tuple[int, int]] = {}
     for ins in flat.instrs:
@@ -39,7 +38,7 @@ def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], dict[in
                 masks.append(sum(1 << number[r] for r in set(regs)))
             mmas[ins.index] = (masks[0], masks[1])
     if not mmas:
-        return {}, {}
+        return {}, set()
     touched: dict[int, tuple[int, int]] = {}
     for ins in flat.instrs:
         if ins.index not in mmas:
@@ -59,8 +58,8 @@ def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], dict[in
                 return (*groups, 0)
             if kind == "mma_async":
                 d, a = mmas[ins.index]
-                if unfenced is not None and dirty & (d | a | first):
-                    unfenced[ins.index] = bool(dirty & (d | first))
+                if unfenced is not None and dirty & (d | first):
+                    unfenced.add(ins.index)
                 groups[0] = (groups[0][0] | d, groups[0][1] | a)
             elif kind == "commit_group":
                 last = (groups[-1][0] | groups[-2][0], groups[-1][1] | groups[-2][1])
@@ -100,7 +99,7 @@ def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], dict[in
                 entry[s] = new
                 work.append(s)
     found: dict[int, tuple[int, int]] = {}
-    unfenced: dict[int, bool] = {}
+    unfenced: set[int] = set()
     for k, block in enumerate(flat.blocks):
         state = entry[k]
         if state is None:
