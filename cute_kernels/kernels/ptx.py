@@ -325,6 +325,12 @@ def as_float(word, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def zeros(n: int, *, loc=None, ip=None) -> list[Float32]:
+    """n zeros in registers of their own, written here and not, as constants are, where they are used: before a wgmma.fence."""
+    return _asm("\n".join(f"mov.f32 ${i}, 0f00000000;" for i in range(n)), "f" * n, [], "", True, loc, ip)
+
+
+@dsl_user_op
 def special(name: str, *, loc=None, ip=None) -> Int32:
     """A special register such as %ctaid.x, read here and now: re-reading one costs less than keeping it across a loop that needs
     every register."""

@@ -1,7 +1,8 @@
 """Active-length attention for many query rows (prefill) on Hopper: the host side.
 
 `suits` says which calls are better off here than in the decode kernel; `prepare` makes a function that runs them. How the kernel
-works is in prefill_kernel.py. One launch per call, no workspace; K and V go by TMA, hence rows at multiples of 16 bytes.
+works is in prefill_kernel.py. One launch per call, two when rows are appended (see append_kernel.py); no workspace. K and V
+go by TMA, hence rows at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -58,6 +59,21 @@ def _variants(arch: str) -> tuple[Variant, ...]:
     return tuple(Variant(True, 128, 4, True, True, False, False, False, dev) for dev in (False, True))
 
 
+def _rows(dtype: Any, head_dim: int) -> Any:
+    """[., ., ., D], rows at multiples of 16 bytes."""
+    import cutlass.cute as cute
+
+    shape = (*(cute.sym_int() for _ in range(3)), head_dim)
+    stride = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+    return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16)
+
+
+def _flat(element: Any) -> Any:
+    import cutlass.cute as cute
+
+    return cute.runtime.make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=4)
+
+
 @kernel_builder("active_attention_prefill", archs=(ARCH,), variants=_variants)
 def prefill_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
     import cutlass
@@ -67,21 +83,32 @@ def prefill_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
     from cute_kernels.kernels.sm90.prefill_kernel import PrefillKernel
 
     dtype = cutlass.BFloat16 if variant.bf16 else cutlass.Float16
-
-    def rows() -> Any:
-        shape = (*(cute.sym_int() for _ in range(3)), variant.head_dim)
-        stride = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
-        return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16)
-
-    def flat(element: Any) -> Any:
-        return cute.runtime.make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=4)
-
     lse = cute.runtime.make_fake_tensor(
         Float32, tuple(cute.sym_int() for _ in range(3)), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4
     )
     return PrefillKernel(**variant._asdict()), (
-        rows(), rows(), rows(), rows(), lse, flat(Int32) if variant.device_length else None, Int32(1),
-        flat(Float32) if variant.sink else None, Float32(1.0), Float32(1.0), Int32(0), Int32(1),
+        *(_rows(dtype, variant.head_dim) for _ in range(4)), lse, _flat(Int32) if variant.device_length else None, Int32(1),
+        _flat(Float32) if variant.sink else None, Float32(1.0), Float32(1.0), Int32(0), Int32(1),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )  # fmt: skip
+
+
+class AppendVariant(NamedTuple):
+    bf16: bool
+    head_dim: int
+
+
+@kernel_builder("active_attention_prefill_append", archs=(ARCH,), variants=(AppendVariant(True, 128),))
+def append_kernel(variant: AppendVariant, arch: str) -> tuple[Any, tuple[Any, ...]]:
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Int32
+
+    from cute_kernels.kernels.sm90.append_kernel import AppendKernel
+
+    dtype = cutlass.BFloat16 if variant.bf16 else cutlass.Float16
+    return AppendKernel(variant.head_dim), (
+        *(_rows(dtype, variant.head_dim) for _ in range(4)), _flat(Int32),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )  # fmt: skip
 
@@ -97,13 +124,13 @@ def prepare(
     window_left: int,
     softcap: float,
     attn_sink: Tensor | None,
-    k_new: None = None,
-    v_new: None = None,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
     target: Any,
     otherwise: Callable[..., None],
 ) -> Callable[..., None]:
     """run(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse) for every call of these layouts, numbers and options.
-    Arguments as `cute_kernels.active_attention`, already checked; tensors that are not `aligned` go to `otherwise`."""
+    Arguments as `cute_kernels.active_attention_append`, already checked; tensors that are not `aligned` go to `otherwise`."""
     variant = Variant(
         bf16=q.dtype == torch.bfloat16,
         head_dim=q.shape[3],
@@ -116,14 +143,17 @@ def prepare(
         device_length=not isinstance(kv_len, int),
     )
     kernel = prefill_kernel(variant, target)
+    append = None if k_new is None else append_kernel(AppendVariant(variant.bf16, variant.head_dim), target)
     scales = (sm_scale / softcap, softcap * LOG2E) if softcap > 0.0 else (sm_scale * LOG2E, 0.0)
 
     def run(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse):
-        if not aligned(q, k_cache, v_cache):
+        if not aligned(q, k_cache, v_cache) or not (append is None or aligned(k_new, v_new)):
             otherwise(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse)
             return
         lengths, length = (kv_len, 0) if variant.device_length else (None, kv_len)
         q, k_cache, v_cache = (_plain_strides(t) for t in (q, k_cache, v_cache))
+        if append is not None:
+            append(k_cache, v_cache, _plain_strides(k_new), _plain_strides(v_new), kv_len)
         kernel(q, k_cache, v_cache, out, lse, lengths, length, attn_sink, *scales, window_left, target.num_sms)
 
     return run

@@ -170,7 +170,7 @@ class PrefillKernel:
     # ---- what every role knows about a tile ---------------------------------------------------------------------------
     def item(self, p, turn):
         """The CTA's tile of this turn: an index into tiles sorted by length; at or past `tiles * pairs` there is none."""
-        ctas, cta = Int32(cute.arch.grid_dim()[0]), Int32(cute.arch.block_idx()[0])
+        ctas, cta = ptx.special("nctaid.x"), ptx.special("ctaid.x")
         return turn * ctas + cutlass.select_((turn & 1) == 0, cta, ctas - 1 - cta)
 
     def tile(self, p, item):
@@ -315,7 +315,8 @@ class PrefillKernel:
                     ring = ring + 1
                     block = block - 1
             self.last_product(ring - 1, c)
-            self.finish(t, c)
+            # The tile worked out again, instead of kept over loops that need every register.
+            self.finish(self.tile(p, self.item(p, turn)), c)
             turn = turn + 1
             item = self.item(p, turn)
         if which == 0:
@@ -361,15 +362,16 @@ class PrefillKernel:
             if self.window:
                 c.low[r] = pos - c.p.window_left
 
-    def issue_scores(self, ring, c):
-        """S = Q K^T of the block in slot ring % STAGES.
+    def clear_scores(self, c):
+        """Before the fence of Q K^T. The zeros are never added (and cost no instruction in the loops), but without them S is an
+        operand that has to be kept from loop to loop: ptxas then runs out of registers and serialises every product."""
+        for i in range(0, cute.size(c.s), 16):
+            for j, zero in enumerate(ptx.zeros(16)):
+                c.s[i + j] = zero
 
-        The zeros are never added (they may even cost no instruction), but without them S is an operand that has to be kept from
-        loop to loop: ptxas then runs out of registers and serialises every product.
-        """
+    def issue_scores(self, ring, c):
+        """S = Q K^T of the block in slot ring % STAGES."""
         slot = ring % STAGES
-        for i in range(cute.size(c.s)):
-            c.s[i] = Float32(0.0)
         self.gemm(c.qk, c.s, c.frag_q, c.frag_k[None, None, None, slot], self.k_steps, True)
 
     def issue_values(self, ring, clear, c):
@@ -396,6 +398,7 @@ class PrefillKernel:
     @cute.jit
     def first_block(self, block, t, ring, c):
         self.wait_full(K_FULL, ring, c)
+        self.clear_scores(c)
         warpgroup.fence()
         self.issue_scores(ring, c)
         warpgroup.wait_group(0)
@@ -425,6 +428,7 @@ class PrefillKernel:
         """Scores and softmax of `block` (use `ring`), under it P V of the block before (use ring - 1)."""
         self.wait_full(K_FULL, ring, c)
         cute.arch.barrier(barrier_id=TURN + c.which, number_of_threads=256)
+        self.clear_scores(c)
         warpgroup.fence()
         self.issue_scores(ring, c)
         self.wait_full(V_FULL, ring - 1, c)
@@ -480,7 +484,7 @@ class PrefillKernel:
             c.m[r] = m_new
             if self.positive:
                 shift = -(m_new * c.p.scale)
-                c.alpha[r] = ptx.exp2(ptx.fma(m_old, c.p.scale, shift))
+                c.alpha[r] = ptx.exp2((m_old - m_new) * c.p.scale)  # exactly 1 if nothing changed, also at M_START
             else:
                 c.alpha[r] = ptx.exp2(m_old - m_new)
             total = c.l[r] * c.alpha[r]
