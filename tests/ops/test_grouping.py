@@ -190,3 +190,14 @@ def test_kv_of_two_to_the_31_rows():
     x = 0.5 * (q.double() @ kv[0, 0].double())
     torch.testing.assert_close(lse.double(), x + distinct.double().log()[:, None], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out, kv[0, 0].expand(9, 4, 512), rtol=2**-7, atol=1e-5)
+
+
+def test_the_default_group_fills_the_rows_that_ran_fastest():
+    from cute_kernels import grouping
+    from cute_kernels.jit import Target, push_target
+
+    assert grouping._rows(torch.device("cpu")) == 128
+    with push_target(Target("sm_90a", 132)):
+        assert grouping._rows(torch.device("cpu")) == 64
+    with push_target(Target("sm_100a", 148)):
+        assert grouping._rows(torch.device("cpu")) == 128
