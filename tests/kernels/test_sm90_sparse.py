@@ -119,6 +119,7 @@ def emulated_cases():
         pytest.param((2, 16, 300, 256), masked, marks=full, id="small groups, negative scale"),
         pytest.param((5, 70, 200, 64), dict(empty_rows=True), marks=full, id="two CTAs a row, empty rows"),
         pytest.param((8, 16, 400, 256), dict(empty_blocks=True, seed=3), marks=full, id="one to four blocks a row, mixed"),
+        pytest.param((1, 16, 600, 448), {}, marks=full, id="seven blocks, the last without a partner"),
     ]
 
 
