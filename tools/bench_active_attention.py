@@ -2,7 +2,8 @@
 """Device and host time of active-length attention beside its peers, on the GPU at hand.
 
     python tools/bench_active_attention.py --csv out.csv --plot out.png
-    python tools/bench_active_attention.py --shapes 1x400,32x4096 --peers sdpa,fa3 --sweep
+    python tools/bench_active_attention.py --shapes 1x400,32x4096,1x2048x2048 --peers sdpa,fa3 --host
+    python tools/bench_active_attention.py --read out.csv --plot out.png
 
 Method. Cold L2: one CUDA graph calls the operator once on each of n distinct caches, n * active bytes at least 4 x the L2 cache (at
 most --max-caches, so short lengths stay warmer; the column `cold` says which). Median over rounds x replays, all implementations
@@ -242,7 +243,12 @@ def main():
     p.add_argument("--host", action="store_true", help="also measure the host time of one eager call")
     p.add_argument("--csv")
     p.add_argument("--plot")
+    p.add_argument("--read", help="plot this CSV file and measure nothing (needs no GPU)")
     a = p.parse_args()
+    if a.read:
+        with open(a.read, newline="") as f:
+            plot(list(csv.DictReader(f)), a.plot)
+        return
     shapes = SHAPES
     if a.shapes:
         shapes = [tuple(int(x) for x in s.split("x")) for s in a.shapes.split(",")]
@@ -277,7 +283,7 @@ def main():
 
 
 def plot(rows, path):
-    """Time over the best peer's, per shape."""
+    """Device times as bars, one group per shape."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -285,18 +291,18 @@ def plot(rows, path):
 
     shapes = list(dict.fromkeys((r["batch"], r["length"], r["q_len"]) for r in rows))
     names = list(dict.fromkeys(r["name"] for r in rows))
+    times = {(r["name"], r["batch"], r["length"], r["q_len"]): float(r["device_us"]) for r in rows}
     figure, axes = pyplot.subplots(figsize=(max(6, len(shapes)), 4))
     for i, name in enumerate(names):
-        at = {(r["batch"], r["length"], r["q_len"]): r["device_us"] for r in rows if r["name"] == name}
-        x = [j + i * 0.8 / len(names) for j, s in enumerate(shapes) if s in at]
-        axes.bar(x, [at[s] for s in shapes if s in at], 0.8 / len(names), label=name)
+        at = [j for j, shape in enumerate(shapes) if (name, *shape) in times]
+        axes.bar([j + i * 0.8 / len(names) for j in at], [times[(name, *shapes[j])] for j in at], 0.8 / len(names), label=name)
     axes.set_yscale("log")
     axes.set_ylabel("device time, us")
-    labels = [f"B{b} L{n}" + (f" q{s}" if s > 1 else "") for b, n, s in shapes]
-    axes.set_xticks([j + 0.4 for j in range(len(shapes))], labels, rotation=60)
+    labels = [f"B {b} L {n}" + ("" if int(s) == 1 else " prefill" if s == n else f" q {s}") for b, n, s in shapes]
+    axes.set_xticks([j + 0.4 for j in range(len(shapes))], labels, rotation=60, ha="right")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

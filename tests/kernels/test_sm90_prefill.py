@@ -41,8 +41,7 @@ def _never(*_):
 def emulated(*args, schedule="eager", seed=0, **options):
     from cute_kernels.emulator import emulate
 
-    # Not the strict level: there, P has to be rounded before the wgmma.fence, and LLVM moves the conversions behind it.
-    with emulate("sm_90a", schedule=schedule, seed=seed) as emulation:
+    with emulate("sm_90a", schedule=schedule, seed=seed, checks="strict") as emulation:
         result = run(*args, **options)
     assert not emulation.hazards, emulation.report()
     return result
