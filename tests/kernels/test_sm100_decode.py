@@ -108,47 +108,50 @@ def test_long():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("d", [16, 64, 80, 96, 112, 192, 256])
+@pytest.mark.parametrize("d", [64, 80, 96, 112, 192, 256])
 def test_head_dims(d):
     case([7, 129], d=d)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 256])
 def test_float16(d):
     case([7, 129], d=d, dtype=torch.float16)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "group,s,causal",
-    [(1, 1, True), (8, 1, True), (16, 1, True), (40, 1, True), (5, 2, True), (4, 5, False), (8, 17, True), (1, 200, True)],
+    "group,s,causal", [(1, 1, True), (16, 1, True), (40, 1, True), (5, 2, True), (4, 5, False), (8, 8, True)]
 )
 def test_query_rows(group, s, causal):
     case([3, 150], h_q=group, s=s, causal=causal)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("option", [dict(window_left=100), dict(softcap=3.0), dict(attn_sink=torch.tensor([0.5, 3.0, -2.0, 0.0]))])
+@pytest.mark.parametrize("option", [dict(window_left=100), dict(attn_sink=torch.tensor([0.5, 3.0, -2.0, 0.0]))])
 def test_options_one_by_one(option):
     case([70, 260], **option)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("s", [1, 3])
-def test_append(s):
-    lengths = [0, 2, 70, 200]
-    b = len(lengths)
-    q, k, v = make(b, 8, 2, s, 128, 210, [max(0, n - s) for n in lengths], seed=s, device="cpu")
-    k_new, v_new = (torch.randn(b, 2, s, 128).bfloat16() for _ in range(2))
+def append_case(lengths, *, h_q, h_kv, s, **options):
+    """Run and check active_attention_append; every byte of the caches counts."""
+    b, c = len(lengths), max(lengths) + 9
+    q, k, v = make(b, h_q, h_kv, s, 128, c, [max(0, n - s) for n in lengths], seed=s, device="cpu")
+    k_new, v_new = (torch.randn(b, h_kv, s, 128).bfloat16() for _ in range(2))
     want = [k.clone(), v.clone()]
     for i, n in enumerate(lengths):
-        for row in range(s):
-            if n - s + row >= 0:
-                want[0][i, :, n - s + row], want[1][i, :, n - s + row] = k_new[i, :, row], v_new[i, :, row]
-    result = run(q, k, v, lengths, k_new=k_new, v_new=v_new)
+        first = max(0, s - n)  # rows before position 0 are not written
+        for cache, new in zip(want, (k_new, v_new), strict=True):
+            cache[i, :, n - s + first : n] = new[i, :, first:]
+    result = run(q, k, v, lengths, k_new=k_new, v_new=v_new, **options)
     assert same([k, v], want), "cache bytes"
-    check(result, q, *want, lengths)
+    check(result, q, *want, lengths, **options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("h_q,s", [(8, 1), (8, 3), (80, 1)])
+def test_append(h_q, s):
+    append_case([0, 2, 70, 200], h_q=h_q, h_kv=2, s=s)
 
 
 @pytest.mark.full
@@ -235,18 +238,19 @@ BASE = dict(
 )  # fmt: skip
 EVERYTHING = dict(window=True, softcap=True, sink=True, append=True, device_length=True)
 CHANGES = [
-    {}, {"bf16": False, "device_length": True}, {"wide": False, **EVERYTHING}, {"single_token": False, **EVERYTHING},
-    {"n": 32, "group": 40, **EVERYTHING}, {"single_token": False, "n": 32, **EVERYTHING},
-    {"single_token": False, "n": 32, "group": 5, "wide": False, **EVERYTHING},
-    {"single_token": False, "group": 40, **EVERYTHING}, {"single_token": False, "group": 40, "wide": False, **EVERYTHING},
-    {"head_dim": 64, "device_length": True}, {"head_dim": 80, "device_length": True}, {"head_dim": 256, "device_length": True},
-    {"head_dim": 192, "single_token": False, **EVERYTHING}, {"head_dim": 256, "single_token": False, "group": 40, **EVERYTHING},
+    {}, {"wide": False, **EVERYTHING}, {"single_token": False, **EVERYTHING}, {"n": 32, "group": 40, **EVERYTHING},
+    {"single_token": False, "n": 32, "group": 5, "wide": False, **EVERYTHING}, {"head_dim": 64, "device_length": True},
+    {"single_token": False, "group": 40, **EVERYTHING}, {"head_dim": 256, "single_token": False, "group": 40, **EVERYTHING},
 ]  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_variants_compile_without_spills(change):
+    assert_no_spills(decode.decode_kernel.artifact(decode.Variant(**{**BASE, **change}), ARCH).cubin)
+
+
+def assert_no_spills(cubin):
     import subprocess
     import tempfile
 
@@ -254,7 +258,7 @@ def test_variants_compile_without_spills(change):
     if tool is None:
         pytest.skip("needs cuobjdump")
     with tempfile.NamedTemporaryFile() as f:
-        f.write(decode.decode_kernel.artifact(decode.Variant(**{**BASE, **change}), ARCH).cubin)
+        f.write(cubin)
         f.flush()
         usage = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
     assert "STACK:0" in usage and "LOCAL:0" in usage, usage

@@ -38,10 +38,9 @@ def smem_descriptor(swizzle: int, leading: int, stride: int) -> int:
 
 # ---- tensor core -------------------------------------------------------------------------------------------------
 def _matrix(name: str, operand: int, descriptor: int) -> str:
-    """Register `name` becomes the descriptor of the matrix whose address is the asm operand."""
+    """Register `name` becomes the descriptor of the matrix whose address is the asm operand; `lo` is a scratch register."""
     return (
-        f".reg .b64 {name};\n.reg .b32 {name}l;\nshr.u32 {name}l, ${operand}, 4;\n"
-        f"or.b32 {name}l, {name}l, {descriptor & 0xFFFFFFFF:#x};\nmov.b64 {name}, {{{name}l, {descriptor >> 32:#x}}};\n"
+        f"shr.u32 lo, ${operand}, 4;\nor.b32 lo, lo, {descriptor & 0xFFFFFFFF};\nmov.b64 {name}, {{lo, {descriptor >> 32}}};\n"
     )
 
 
@@ -51,8 +50,9 @@ def mma(d, a, a_desc: int, b, b_desc: int, idesc: int, accumulate, *, loc=None, 
     smem_descriptor. One thread issues it for the CTA; its MMAs run in order."""
     values = [_v(Int32(x), loc, ip) for x in (d, a, b, accumulate)]
     _asm(
-        "{\n.reg .pred p;\n" + _matrix("x", 1, a_desc) + _matrix("y", 2, b_desc) + f".reg .b32 kind;\nmov.b32 kind, {idesc};\n"
-        "setp.ne.b32 p, $3, 0;\ntcgen05.mma.cta_group::1.kind::f16 [$0], x, y, kind, p;\n}",
+        "{\n.reg .pred more;\n.reg .b32 lo, kind;\n.reg .b64 a, b;\n"
+        + _matrix("a", 1, a_desc) + _matrix("b", 2, b_desc) + f"mov.b32 kind, {idesc};\n"
+        "setp.ne.b32 more, $3, 0;\ntcgen05.mma.cta_group::1.kind::f16 [$0], a, b, kind, more;\n}",
         "", values, "r,r,r,r", True, loc, ip,
     )  # fmt: skip
 
@@ -62,8 +62,8 @@ def mma_ts(d, a, b, b_desc: int, idesc: int, accumulate, *, loc=None, ip=None) -
     """As mma, with A in tensor memory: 16-bit pairs, 8 columns for K = 16."""
     values = [_v(Int32(x), loc, ip) for x in (d, a, b, accumulate)]
     _asm(
-        "{\n.reg .pred p;\n" + _matrix("y", 2, b_desc) + f".reg .b32 kind;\nmov.b32 kind, {idesc};\n"
-        "setp.ne.b32 p, $3, 0;\ntcgen05.mma.cta_group::1.kind::f16 [$0], [$1], y, kind, p;\n}",
+        "{\n.reg .pred more;\n.reg .b32 lo, kind;\n.reg .b64 b;\n" + _matrix("b", 2, b_desc) + f"mov.b32 kind, {idesc};\n"
+        "setp.ne.b32 more, $3, 0;\ntcgen05.mma.cta_group::1.kind::f16 [$0], [$1], b, kind, more;\n}",
         "", values, "r,r,r,r", True, loc, ip,
     )  # fmt: skip
 
