@@ -47,6 +47,51 @@ def sparse(heads: int, **options) -> None:
     run_ours(make(Case(5, heads, 300, 384, length="random", bad=0.2, sink=True, **options)))
 
 
+def active(s: int, lengths: list[int], edit=None, **changes) -> None:
+    """Active attention with appended rows: the decode kernel with these fields of its variant, without any what the operator takes.
+    edit: a variant's function instead of the published one."""
+    import torch
+
+    import cute_kernels as ck
+    from cute_kernels.jit import current_target
+    from cute_kernels.kernels.sm90 import decode
+
+    b, h_q, h_kv, d = len(lengths), 8, 2, 128
+    q, k_new, v_new = (torch.randn(b, s, h, d, device="cuda").bfloat16().transpose(1, 2) for h in (h_q, h_kv, h_kv))
+    k, v = (torch.randn(b, h_kv, max(lengths) + 5, d, device="cuda").bfloat16() for _ in range(2))
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    if not changes:
+        ck.active_attention_append(q, k_new, v_new, k, v, kv_len)
+        return
+    options = dict(causal=True, window_left=-1, softcap=0.0, attn_sink=None, k_new=k_new, v_new=v_new)
+    variant = decode.choose(q, k, v, kv_len, *options.values())._replace(**changes)
+    tensors = dict(q=q, k_cache=k, v_cache=v, kv_len=kv_len)
+    out, lse = torch.empty_like(q), torch.empty(b, h_q, s, device="cuda")
+    if edit is not None:
+        decode.decode_kernel = edit
+    decode.prepare(target=current_target(q.device), variant=variant, sm_scale=0.1, **tensors, **options)(
+        *tensors.values(), None, k_new, v_new, out, lse
+    )
+
+
+def planted_active() -> None:
+    """The decode kernel's warps do not wait for each other's partial results."""
+    from cute_kernels.jit import kernel_builder
+    from cute_kernels.kernels.sm90 import decode
+
+    wait = "            cute.arch.sync_threads()\n            if cutlass.const_expr(self.one_tile and not"
+    module, file = edited("cute_kernels.kernels.sm90.decode_kernel", wait, wait.split("\n")[1])
+
+    @kernel_builder("planted_active", archs=("sm_90a",), sources=(file,))
+    def build(variant, arch):
+        options = variant._asdict()
+        del options["ctas"]
+        return module.DecodeKernel(**options), published(variant, arch)[1]
+
+    published = decode.decode_kernel.build
+    active(1, [300], edit=build, stages=2)
+
+
 def edited(module_name: str, old: str, new: str):
     """A kernel's module with one piece of its text replaced, under a name of its own."""
     text = Path(importlib.util.find_spec(module_name).origin).read_text()
@@ -148,9 +193,15 @@ CASES = {
     "sparse 70, d 512": lambda: sparse(70, d_qk=512),
     "sparse 128, masked": lambda: sparse(128, group=16),
     "sparse 16, small groups": lambda: sparse(16, group=2),
+    "active decode": lambda: active(1, [0, 40, 700], stages=2),
+    "active decode, q_len 3": lambda: active(3, [2, 700], stages=1),
+    "active chunks": lambda: active(1, [90, 900], ctas=8),
+    "active cluster": lambda: active(3, [2, 40, 400], cluster=8),
+    "active prefill": lambda: active(520, [300, 0, 700]),
     "control": control,
     "planted group_topk": planted_group_topk,
     "planted sparse": planted_sparse,
+    "planted active": planted_active,
 }
 
 
