@@ -170,7 +170,7 @@ MUTANTS = [
     Mutant("wgmma-wait-one-more", WGMMA, Edit(r"aligned 0;", "aligned 1;"), "wgmma-register", r"st\.global\.v2\.f32 \[%pd\]"),
     Mutant("wgmma-commit-gone", WGMMA, Edit(r"wgmma.commit_group.*;"), "wgmma-register", r"st\.global\.v2\.f32 \[%pd\+256\]"),
     Mutant("wgmma-fence-gone", WGMMA, Edit(r"wgmma.fence.*;"), "wgmma-fence", r"wgmma\.mma_async", 0),
-    Mutant("wgmma-d-filled-after-fence", WGMMA, Edit(r"(wgmma.fence.*;)", r"\1 mov.f32 %d0, 0f00000000;"),
+    Mutant("wgmma-d-computed-after-fence", WGMMA, Edit(r"(wgmma.fence.*;)", r"\1 cvt.rn.f32.u32 %d0, %me;"),
            "wgmma-fence", r"wgmma\.mma_async", 0),
     Mutant("wgmma-a-overwritten", WGMMA, Edit(r"(wgmma.commit_group.*;)", r"\1 mov.b32 %a6, 0;"),
            "wgmma-register", r"commit_group"),

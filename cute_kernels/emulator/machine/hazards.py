@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "tcgen05-st": ("default", "a register count that does not fit the shape; ends the launch"),
     "wgmma": ("default", "a register count that does not fit the shape; ends the launch"),
     "wgmma-register": ("default", "a register that a wgmma not yet waited for reads or writes is used otherwise"),
-    "wgmma-fence": ("default", "a wgmma on accumulators that were accessed since the last wgmma.fence"),
+    "wgmma-fence": ("default", "no wgmma.fence before the first wgmma, or since other instructions computed its accumulators"),
     "setmaxnreg": ("default", "inc below or dec above the present count (waiting for registers shows as deadlock)"),
     "deadlock": ("default", "no warp can run, or none has any effect any more"),
     "device-assertion": ("default", "__assertfail was called; ends the launch"),

@@ -183,9 +183,8 @@ class Program:
             if access is not None:
                 w.check_in_flight(*access, ins)
             else:
-                w.machine.report(
-                    "wgmma-fence", w, ins, "uses accumulators that other instructions accessed, with no wgmma.fence after"
-                )
+                text = "is the first, or uses accumulators that other instructions computed, with no wgmma.fence before"
+                w.machine.report("wgmma-fence", w, ins, text)
             return fn(w, s, m, ins)
 
         return checked

@@ -1,9 +1,12 @@
 """Which instructions may touch registers that a wgmma.mma_async still uses, and which wgmma may lack a wgmma.fence.
 
 From wgmma.mma_async until a wgmma.wait_group covers it, its accumulators may not be read or written and its A registers may not
-be written. And after any other access to the accumulators, a wgmma.fence must come before the wgmma that uses them. (So it must for
-A registers, but compilers move what computes them past the fence, and ptxas copes.) ptxas does not refuse either. A forward analysis over the control-flow graph finds the few candidates, so that nothing is tracked elsewhere;
-whether a candidate's wgmma is really in flight is asked when it executes.
+be written. And after other instructions have computed accumulators, a wgmma.fence must come before the wgmma that uses
+them. (The ISA asks for it after reads, copies and writes of A registers too, but compilers move the cvt and mov that fill
+registers past the fence, and ptxas copes.) ptxas refuses neither.
+
+A forward analysis over the control-flow graph finds the few candidates, so that nothing is tracked elsewhere; whether a
+candidate's wgmma is really in flight is asked when it executes.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], set[int
     first = 1 << len(number)  # no fence since the kernel began
 
     def transfer(state, ins, found=None, unfenced=None):
-        """state: (accumulators, A registers) in flight by age, the open group first; then the registers accessed since a fence."""
+        """state: (accumulators, A registers) in flight by age, the open group first; then the registers computed since a fence."""
         if ins.base == "wgmma":
             *groups, dirty = state
             kind = ins.mods[0]
@@ -78,7 +81,7 @@ def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], set[int
                 d, a = d | group[0], a | group[1]
             if read & d or written & (d | a):
                 found[ins.index] = (read & d, written & (d | a))
-        return (*state[:-1], state[-1] | read | written)
+        return (*state[:-1], state[-1] | (0 if ins.base == "mov" else written))
 
     empty = ((0, 0),) * (_AGES + 1) + (0,)
     entry: list = [None] * len(flat.blocks)
