@@ -74,16 +74,25 @@ class MBarrier:
         self.passed.clear()
 
 
+def join_known(into: dict, known: dict | None) -> None:
+    """Clocks of other clusters, cluster -> clock row."""
+    for cluster, row in (known or {}).items():
+        old = into.get(cluster)
+        into[cluster] = row if old is None else np.maximum(old, row)
+
+
 class NamedBarrier:
     """bar/barrier resource 0-15: threads arrived in the current generation."""
 
-    __slots__ = ("arrived", "generation", "clock", "done", "expected", "votes", "result", "waiting")
+    __slots__ = ("arrived", "generation", "clock", "done", "known", "done_known", "expected", "votes", "result", "waiting")
 
     def __init__(self) -> None:
         self.arrived = 0
         self.generation = 0
         self.clock = None
         self.done = None
+        self.known: dict = {}  # of other clusters (see ops_mem.acquire_var): clocks that arriving warps have acquired
+        self.done_known: dict = {}
         self.expected = 0
         self.votes = [0, True, False]  # popc, and, or
         self.result = (0, True, False)
@@ -100,6 +109,7 @@ class NamedBarrier:
                 self.clock = warp.clock.copy()
             else:
                 np.maximum(self.clock, warp.clock, out=self.clock)
+            join_known(self.known, warp.cache.get("known"))
             warp.tick()
         self.arrived += threads
         self.expected = expected
@@ -110,6 +120,7 @@ class NamedBarrier:
         self.arrived -= self.expected
         self.generation += 1
         self.done, self.clock = self.clock, None
+        self.done_known, self.known = self.known, {}
         self.result = tuple(self.votes)
         self.votes = [0, True, False]
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..ptx.ir import Imm, Instr, Mem, Pair, Reg, Sink, Vec
-from .barriers import TX_LIMIT, ClusterBarrier, MBarrier, NamedBarrier
+from .barriers import TX_LIMIT, ClusterBarrier, MBarrier, NamedBarrier, join_known
 from .hazards import EmulationError
 from .optable import SCOPES, SEMS, Wait, address, getter, only, op, scalar, setter, unsupported
 from .state import bits_mask, mask_bits
@@ -272,6 +272,8 @@ def _barrier_body(get_id, get_n, get_pred, result, kind, aligned):
             )
         if w.clock is not None and bar.done is not None:
             np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
+            if bar.done_known:
+                join_known(w.cache.setdefault("known", {}), bar.done_known)
         if result:
             result[1](w, m, np.uint32(bar.result[0]) if result[0] == 0 else bar.result[result[0]])
         s.state = None
