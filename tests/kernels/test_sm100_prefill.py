@@ -1,4 +1,4 @@
-"""The Blackwell prefill kernel (many query rows), tested as test_sm100_decode tests the decode kernel: oracle, tolerance, checks."""
+"""The Blackwell prefill kernel (many query rows), tested as test_sm100_decode tests decode: oracle, tolerance, checks."""
 
 from __future__ import annotations
 

@@ -300,7 +300,6 @@ class DecodeKernel(AttentionBase):
             tiles = cutlass.min(n_tiles - g, GROUP_TILES)
             for j in cutlass.range(tiles, unroll=1):
                 ptx.mbar_wait(bar["full0"] + 8 * slot, phase)
-                tc.fence_after()
                 k_tile = base + slot * budget.slot
                 for step in cutlass.range_constexpr(4 * self.blocks):
                     block, inner = step // 4, 32 * (step % 4)
@@ -467,8 +466,7 @@ class DecodeKernel(AttentionBase):
             new = tc.ld(at, self.n) if count == 2 else tc.ld_half(at, self.n // 2)
             factors = self._rows_of(count, lane, alpha)
             result.append([a * f + x for a, f, x in zip(o[i], factors, new, strict=True)])
-        tc.fence_before()
-        return result
+        return result  # the next group's p_full hands O back
 
     # ---- results --------------------------------------------------------------------------------------------------
     def _places(self, warp, lane):
@@ -538,11 +536,11 @@ class DecodeKernel(AttentionBase):
                 for j in cutlass.range_constexpr(batch):
                     ok = first + j < count
                     record = _address(workspace) + ((slot0 + first + j) * self.rt + row) * (4 * pitch)
-                    part_m, part_l = ptx.ld_relaxed_2(record + 4 * d, Int32(ok))
+                    part_m, part_l = tc.ld_global_f2_if(record + 4 * d, Int32(ok))
                     chunks = []
                     for c in cutlass.range_constexpr(-(-d // 128)):
                         col = 128 * c + 4 * lane
-                        chunks.append(ptx.ld_relaxed_4(record + 4 * col, Int32(ok & (col < d))))
+                        chunks.append(tc.ld_global_f4_if(record + 4 * col, Int32(ok & (col < d))))
                     # An absent split weighs nothing: maximum M_START, sum and O zero.
                     parts.append(((ptx.select_f(Int32(ok), part_m, Float32(M_START)), part_l), chunks))
                 m, l, o = merge(parts)

@@ -231,7 +231,6 @@ class PrefillKernel(AttentionBase):
         for t in cutlass.range_constexpr(self.tiles):
             if n[t] > 0:
                 ptx.mbar_wait(bar[f"q_full{t}"], Int32(0))
-                tc.fence_after()
                 self._issue_s(t, base, bar, tmem, slot)
         tc.commit(bar["empty0"])
         slot, phase = self._next(slot, phase)
@@ -247,7 +246,6 @@ class PrefillKernel(AttentionBase):
                     self._issue_o(t, base, tmem, slot, j > 0)
                     if j + 1 < n[t]:
                         ptx.mbar_wait(bar["full0"] + 8 * k_slot, k_phase)
-                        tc.fence_after()
                         self._issue_s(t, base, bar, tmem, k_slot)
                     else:
                         tc.commit(bar[f"o_full{t}"])

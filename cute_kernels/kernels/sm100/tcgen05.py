@@ -189,6 +189,26 @@ def ld_global_1_if(addr, pred, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def ld_global_f4_if(addr, pred, *, loc=None, ip=None) -> list[Float32]:
+    """16 bytes that another CTA of this launch wrote, after an acquire; zeros, and no access, where pred is 0."""
+    return _asm(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, $5, 0;\nmov.f32 $0, 0f00000000;\nmov.f32 $1, 0f00000000;\nmov.f32 $2, 0f00000000;\n"
+        "mov.f32 $3, 0f00000000;\n@p ld.global.v4.f32 {$0, $1, $2, $3}, [$4];\n}",
+        "ffff", [_v(addr, loc, ip), _v(pred, loc, ip)], "l,r", True, loc, ip,
+    )  # fmt: skip
+
+
+@dsl_user_op
+def ld_global_f2_if(addr, pred, *, loc=None, ip=None) -> list[Float32]:
+    """As ld_global_f4_if, 8 bytes."""
+    return _asm(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, $3, 0;\nmov.f32 $0, 0f00000000;\nmov.f32 $1, 0f00000000;\n"
+        "@p ld.global.v2.f32 {$0, $1}, [$2];\n}",
+        "ff", [_v(addr, loc, ip), _v(pred, loc, ip)], "l,r", True, loc, ip,
+    )  # fmt: skip
+
+
+@dsl_user_op
 def st_global_4(addr, a, b, c, d, *, loc=None, ip=None) -> None:
     values = [_v(x, loc, ip) for x in (addr, a, b, c, d)]
     _asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", values, "l,r,r,r,r", True, loc, ip)
