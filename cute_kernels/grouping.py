@@ -82,10 +82,11 @@ def grouped_sparse_prefill(
     if attn_sink is not None:
         sink = torch.nn.functional.pad(attn_sink, (0, p - h)).repeat(group_size)
 
-    def attend(packed: Tensor, groups: slice, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(packed: Tensor, groups: slice | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        some = (union, length, mask) if groups is None else (union[groups], length[groups], mask[groups])
         return sparse_prefill(
-            packed.view(-1, group_size * p, d), kv, union[groups], sm_scale, attn_sink=sink, topk_length=length[groups],
-            head_group_mask=mask[groups], head_group_size=p, out=out,
+            packed.view(-1, group_size * p, d), kv, some[0], sm_scale, attn_sink=sink, topk_length=some[1],
+            head_group_mask=some[2], head_group_size=p, out=out,
         )  # fmt: skip
 
     if cu_seqlens_q is None:
@@ -98,11 +99,11 @@ def _in_order(q: Tensor, p: int, group_size: int, n: int, attend: Callable) -> t
     s, h, d = q.shape
     whole = s // group_size if h == p else 0
     if whole == n:
-        results = attend(q.reshape(n * group_size, p, d), slice(0, n))
-    elif whole == 0 or torch.compiler.is_compiling():
+        return tuple(t.view(s, h, *t.shape[2:]) for t in attend(q.reshape(n, group_size * p, d)))
+    if whole == 0 or torch.compiler.is_compiling():
         packed = q.new_zeros((n * group_size, p, d))
         packed[:s, :h] = q
-        results = attend(packed, slice(0, n))
+        results = attend(packed)
     else:
         # The last group has fewer tokens than slots. A launch of its own takes less time than a copy of q.
         last = q.new_zeros((group_size, p, d))
@@ -128,7 +129,7 @@ def _by_map(
         packed = torch.nn.functional.pad(packed, (0, 0, 0, p - h))
     out = q.new_empty((n + 1, group_size * p, D_V))
     out[n] = 0  # what rows in no group read
-    _, max_logits, lse = attend(packed, slice(0, n), out[:n])
+    _, max_logits, lse = attend(packed, out=out[:n])
     # Where each query row went.
     nowhere = n * group_size
     where = torch.full((s + 1,), nowhere, dtype=torch.long, device=q.device)
