@@ -119,9 +119,11 @@ def timing(writer, extra: dict | None = None) -> None:
     for h_q in (64, 128):
         args = timing_inputs(4096, h_q, 2048, 32768, 576)
         g = torch.Generator(device="cuda").manual_seed(3)
-        args["topk_length"] = torch.randint(0, 2049, (4096,), device="cuda", dtype=torch.int32, generator=g)
-        title = f"s_q 4096 h {h_q} topk 2048 s_kv 32768 d 576, lengths uniform in [0, 2048]"
-        time_case(writer, peer, args, title, 2 * h_q * int(args["topk_length"].sum()) * 1088, extra)
+        uneven = torch.randint(0, 2049, (4096,), device="cuda", dtype=torch.int32, generator=g)
+        for what, lengths in (("uniform in [0, 2048]", uneven), ("all 2048", torch.full_like(uneven, 2048))):
+            args["topk_length"] = lengths
+            title = f"s_q 4096 h {h_q} topk 2048 s_kv 32768 d 576, lengths {what}"
+            time_case(writer, peer, args, title, 2 * h_q * int(lengths.sum()) * 1088, extra)
     for heads, group in ((16, 4), (8, 8), (16, 8)):
         args = grouped_inputs(21000, heads, group, 2048, 21000, 576)
         results = outputs(args)
