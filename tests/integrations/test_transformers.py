@@ -183,6 +183,29 @@ def test_compiles_to_one_graph():
     assert torch.allclose(torch.stack(out).double(), want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
 
+@pytest.mark.parametrize(
+    "kind,graphs",
+    [
+        pytest.param("llama", 1, marks=pytest.mark.full),
+        pytest.param("gemma2", 2, marks=pytest.mark.nightly),  # a window that is not full, and a full one
+    ],
+)
+def test_generate_compiles(kind, graphs):
+    """generate()'s own torch.compile of the forward (for CUDA devices only, unless told otherwise) takes the length as the mask."""
+    from transformers import CompileConfig
+
+    config = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    ids = text()
+    want = generate(make(kind), ids, "static")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = integration.use_active_attention(make(kind))
+    got = model.generate(ids, max_new_tokens=10, do_sample=False, cache_implementation="static", compile_config=config)
+    assert torch.equal(got, want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
 @pytest.mark.nightly  # the same kernels run under test_fish_speech_emulated.py in the full set
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
