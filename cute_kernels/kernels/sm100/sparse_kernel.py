@@ -22,7 +22,7 @@ Warps (384 threads, 168 registers at launch; setmaxnreg deals out 168 / 232 / 96
     0-3   softmax: thread t = lane t of tensor memory, head t % 64, keys 32 * (t // 64) .. + 31
     4-7   epilogue: O to bf16 registers, at once, then through 2 KiB per warp to `out` by TMA; max_logits, lse
     8     tensor core (CTA 0 only): copies of Q, scores, values, commits
-    9-10  gather: 32 of a sub-block's 64 keys each, 4 rows an instruction; warp 9 also Q
+    9-10  gather: 32 of a sub-block's 64 keys each, 4 rows an instruction; and one half of Q each
     11    key lists: finds the sub-blocks with a counted key; one record each: row numbers, 8 groups x 64 mask bits, flags
 
 Masked, invalid and late keys are one thing: a cleared bit of the group's 64. The key-list warp ANDs validity (0 <= index < s_kv,

@@ -161,26 +161,23 @@ class Producer:
 
     # ================================================================================================ gather warps
     @cute.jit
-    def load_q(self, smem, bar, slot_at, part: cutlass.Constexpr[int], q_map, q_rope_map, row, cta, policy):
-        """Q of this CTA's 64 heads: column tiles 2 * part and 2 * part + 1 of both halves, and rope step `part`."""
+    def load_q(self, bar, slot_at, part: cutlass.Constexpr[int], q_map, q_rope_map, row, cta, half, policy):
+        """Q of this CTA's 64 heads: column tiles 2 * part and 2 * part + 1 of one half, and rope step `part`."""
         head = cta * HEADS
         for i in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                column = Int32(half * HALF_V + (2 * part + i) * 64)
-                dev.load_box(slot_at + (2 * i + half) * TILE, q_map, column, head, row, bar, policy)
+            column = half * HALF_V + (2 * part + i) * 64
+            dev.load_box(slot_at + (2 * i + half) * TILE, q_map, column, head, row, bar, policy)
         if const_expr(self.at.rope):
-            for half in cutlass.range_constexpr(2):
-                column = Int32(2 * HALF_V + half * (ROPE // 2) + part * 16)
-                dev.load_box(slot_at + (ROPE_AT + half * HEADS * 32), q_rope_map, column, head, row, bar, policy)
+            column = 2 * HALF_V + half * (ROPE // 2) + part * 16
+            dev.load_box(slot_at + ROPE_AT + half * (HEADS * 32), q_rope_map, column, head, row, bar, policy)
 
     @cute.jit
     def gather(self, smem, q_map, q_rope_map, kv_map, kv_rope_map, s_q, pair, pairs, cta, which):
-        """One warp: Q of every row (the first gather warp), then 32 of the 64 listed rows of its sub-blocks, four at a time."""
+        """One warp: a half of every row's Q, then 32 of the 64 listed rows of its sub-blocks, four at a time."""
         lane = cute.arch.lane_idx()
         keep = dev.policy("evict_last")
         once = dev.policy("evict_first")
-        leader = which == 0
-        announces = leader and cta == 0
+        announces = which == 0 and cta == 0
         column = cta * HALF_V
         rope_column = cta * (ROPE // 2) + 2 * HALF_V
         count = Int32(0)
@@ -197,14 +194,14 @@ class Producer:
                 last = flags & FLAG_LAST
                 if (flags & FLAG_EMPTY) == 0:
                     if (flags & FLAG_FIRST) != 0:
+                        # both warps load, so that no slot can be filled and released while one of them has yet to look at it
                         for part in cutlass.range_constexpr(2):
-                            if leader:
-                                bar = smem + self.at.kv_full + 8 * slot
-                                dev.wait(smem + self.at.kv_empty + 8 * slot, phase ^ 1)
-                                if announces:
-                                    dev.expect(bar, 2 * self.at.slot)
-                                slot_at = smem + self.at.ring + slot * self.at.slot
-                                self.load_q(smem, bar & dev.EVEN_CTA, slot_at, part, q_map, q_rope_map, row, cta, once)
+                            bar = smem + self.at.kv_full + 8 * slot
+                            dev.wait(smem + self.at.kv_empty + 8 * slot, phase ^ 1)
+                            if announces:
+                                dev.expect(bar, 2 * self.at.slot)
+                            slot_at = smem + self.at.ring + slot * self.at.slot
+                            self.load_q(bar & dev.EVEN_CTA, slot_at, part, q_map, q_rope_map, row, cta, which, once)
                             slot, phase = next_slot(slot, phase)
                     bar = smem + self.at.kv_full + 8 * slot
                     dev.wait(smem + self.at.kv_empty + 8 * slot, phase ^ 1)
