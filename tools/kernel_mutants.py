@@ -244,6 +244,8 @@ def sparse_prefill() -> Subject:
 
     equivalent = [
         ("descriptor", r"base[+-]1: mov.b64 a", "S is not swizzled: its base offset is not used"),
+        ("alloc", r"gone: tcgen05.relinquish", "each CTA allocates once, and no other CTA fits beside it"),
+        ("wait-tmem", r"gone: tcgen05.wait::ld", "its registers are read at once; a later wait::ld precedes the release"),
     ]
     return Subject("sm_100a", right, sm_count=2, entry="sparse", equivalent=equivalent)
 
