@@ -68,6 +68,23 @@ def test_lengths_alone_and_in_a_batch():
 
 
 @pytest.mark.full
+def test_the_operator_takes_it_and_falls_back():
+    """From so many rows on; rows at odd addresses go to the decode kernel."""
+    import cute_kernels as ck
+    from cute_kernels.emulator import emulate
+
+    n, d = 20, 64
+    q, k, v = make(1, 64, 1, 64, d, n + 2, [n], seed=1, device="cpu")
+    with emulate("sm_90a") as emulation:
+        result = ck.active_attention(q, k, v, n)
+        assert not emulation.hazards and ["PrefillKernel" in launch.entry for launch in emulation.launches] == [True]
+        check(result, q, k, v, [n])
+        wide = torch.zeros(1, 1, n + 2, d + 3, dtype=k.dtype)[..., 1 : 1 + d]
+        with pytest.raises(AssertionError, match="did not take this call"):
+            run(q, wide, v, n)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("schedule,seed", [("eager", 0), ("lazy", 0), ("random", 1), ("random", 2)])
 def test_schedules(schedule, seed):
     case([300], 70, schedule=schedule, seed=seed)
