@@ -107,7 +107,9 @@ def _plan(arguments, device, target):
     return function, (), *rest
 
 
-def _run(out, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size):
+def _real(
+    q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16, out=None
+):
     if torch.is_grad_enabled():
         c.check_grad(_OP, q, kv, attn_sink, out)
     layout = c.layout
@@ -156,16 +158,10 @@ def check_topk_length(op: str, topk_length: Tensor, topk: int) -> None:
         c.fail(op, "topk_length", f"lie in [0, topk = {topk}]", f"values from {low} to {high}")
 
 
-def _real(
-    q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16
-):
-    return _run(None, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
-
-
 def _real_out(
     q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16, *, out
 ):
-    return _run(out, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)[1:]
+    return _real(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out)[1:]
 
 
 def _fake(
@@ -239,16 +235,17 @@ def sparse_prefill(
 
     The formula is FlashMLA's sparse prefill (natural-log statistics since January 2026); head_group_mask is its grouped form.
     """
-    args = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
-    if out is not None:
-        return out, *_out(*args, out=out)
     # Numbers of other types than the schema's are the dispatcher's to convert or refuse, tensors of other types to hand on.
     if (
-        type(q) is Tensor and type(kv) is Tensor and type(indices) is Tensor and type(sm_scale) is float and type(d_v) is int
+        out is None and type(q) is Tensor and type(kv) is Tensor and type(indices) is Tensor
+        and type(sm_scale) is float and type(d_v) is int
         and (attn_sink is None or type(attn_sink) is Tensor)
         and (topk_length is None or type(topk_length) is Tensor)
         and (head_group_mask is None or type(head_group_mask) is Tensor)
         and type(head_group_size) is int and c.unobserved()
     ):  # fmt: skip
-        return _run(None, *args)
+        return _real(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
+    args = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
+    if out is not None:
+        return out, *_out(*args, out=out)
     return _default(*args)
