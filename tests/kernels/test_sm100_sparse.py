@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import random
 import re
 import sys
 from pathlib import Path
@@ -160,6 +161,31 @@ def test_emulated(sizes, options):
         assert_close(got, want, (schedule, seed))
         first = first or got
         assert all(torch.equal(a, b) for a, b in zip(got, first)), f"{schedule} {seed} gives other bits"
+
+
+def random_case(seed):
+    """(case, schedule, its seed, SMs): every option of the contract, any group size and number of groups."""
+    rng = random.Random(seed)
+    group, heads, topk = 0, rng.randint(1, 128), rng.randint(1, 400)
+    if rng.random() < 0.6:
+        group = 1 << rng.randint(0, 7)
+        heads, topk = group * rng.randint(1, min(8, 128 // group)), 128 * rng.randint(1, 4)
+    case = bench().Case(
+        rng.randint(1, 6), heads, rng.randint(20, 600), topk, d_qk=rng.choice([512, 576]), group=group,
+        length=rng.choice(["", "random", "random", "zero"]), sink=rng.random() < 0.5, density=rng.choice([0.02, 0.3, 0.9]),
+        bad=rng.choice([0, 0.3, 0.95]), empty_rows=rng.random() < 0.3, empty_blocks=rng.random() < 0.4, nan=rng.random() < 0.4,
+        scale=rng.choice([0.5, 0.06, -0.3, 0.0, 3.0]), gain=rng.choice([1, 1, 20.0]), strided=rng.random() < 0.3, seed=seed,
+    )  # fmt: skip
+    return case, rng.choice(["eager", "lazy", "random", "random"]), rng.randint(0, 99), rng.choice([2, 2, 4, 8])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(40))
+def test_fuzz(seed):
+    case, schedule, order, sms = random_case(seed)
+    args = bench().make(case, "cpu")
+    got, _ = run(args, schedule, order, sms=sms)
+    assert_close(got, bench().reference(args), case)
 
 
 @full
