@@ -116,6 +116,7 @@ class DecodeKernel(Loads, Merging):
             self.part_stride, self.parts_at, self.running_at = self.ring_bytes, 0, None
             self.merged_at = warps * self.ring_bytes  # with clusters: the CTA's result, read by its peers
             self.smem_bytes = self.merged_at + (part_bytes if self.cluster else 0)
+        assert self.smem_bytes <= 227 * 1024, f"{self.smem_bytes} bytes of shared memory"
 
     @cute.jit
     def __call__(
