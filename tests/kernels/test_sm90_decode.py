@@ -129,6 +129,25 @@ def test_split_rule():
         assert split_count(0, tile, cap) == 1
 
 
+def test_every_choice_fits_shared_memory():
+    """DecodeKernel asserts it. The sizes are those `choose` and `_Plan.shape_of` make of head dimensions, groups and tokens."""
+    pytest.importorskip("cutlass")
+    from cute_kernels.kernels.sm90.decode import choose
+    from cute_kernels.kernels.sm90.decode_kernel import DecodeKernel
+
+    for d in range(16, 257, 8):
+        for group in (1, 4, 7, 16, 64):
+            for s, b in ((1, 1), (1, 99), (2, 1), (40, 99)):
+                q, k = torch.empty(b, group, s, d, dtype=torch.bfloat16, device="meta"), torch.empty(b, 1, 9, d, device="meta")
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("cute_kernels.kernels.sm90.decode._aligned", lambda *tensors: True)  # no addresses
+                    variant = choose(q, k, k, 9, True, -1, 0.0, None, None, None)._asdict()
+                del variant["ctas"]
+                more = {"stages": 3} if variant["warps"] == 4 and d <= 128 else {}
+                for change in ({}, {"cluster": 8}, {"chunked": True, **more}):
+                    DecodeKernel(**{**variant, **change})
+
+
 @pytest.mark.full
 def test_variants_compile_without_spills():
     pytest.importorskip("cutlass")
