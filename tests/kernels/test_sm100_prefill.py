@@ -68,6 +68,12 @@ def test_options():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("sm_scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive(sm_scale):
+    case([300], s=40, sm_scale=sm_scale)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("h_q", [4, 160])
 def test_append(h_q):
     append_case([0, 20, 150] if h_q == 4 else [140], h_q=h_q, h_kv=1, s=100 if h_q == 4 else 17)

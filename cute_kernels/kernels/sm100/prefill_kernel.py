@@ -23,10 +23,10 @@ Barriers (count; who arrives; who waits). All start in phase 0; key tile j is ph
   p_full[t]   4   the tile's softmax warps: S read, P written, O rescaled                                   MMA thread
   o_full[t]   1   commit after the last P V                                                                the tile's softmax warps
 
-Numbers. Logits in base 2: x = scale * log2(e) * q.k, fp32, masked ones -inf. Weights are 2^(x - m) with a reference m that starts
-at -1e30 and follows the running maximum lazily: only where some row of the warp exceeds its m by more than 6 do its rows take the
-maximum, and O is rescaled in tensor memory. Weights are thus below 2^6, and the sum takes them before they are rounded to 16 bits.
-A key tile that no mask can touch skips the mask's instructions.
+Numbers. Logits in base 2: x = |scale| log2(e) * (+-q).k, fp32, masked ones -inf. Weights are 2^(x - m) with a reference m that
+starts at -1e30 and follows the running maximum lazily: only where some row of the warp exceeds its m by more than 6 do its rows
+take the maximum, and O is rescaled in tensor memory. Weights are thus below 2^6, and the sum takes them before they are rounded to
+16 bits. A key tile that no mask can touch takes the maximum of S itself, and its logits by one packed multiply-add each pair.
 """
 
 from __future__ import annotations
@@ -153,6 +153,9 @@ class PrefillKernel(AttentionBase):
             low = cutlass.max(0, start + row0[0] // self.group - window_left)
         n = [self._key_tiles(r, n_rows, start, kv_len, low) for r in row0]
         most = n[0] if self.tiles == 1 else cutlass.max(n[0], n[1])
+        # Softmax knows scales from 0 up only: with a negative one the tensor core negates Q.
+        sign = cutlass.select_(scale < 0.0, Int32(tc.NEGATE_A), Int32(0))
+        scale = ptx.fmax(scale, 0.0 - scale)
         # Rows below `old` are in the cache already.
         old = start if self.append else kv_len
 
@@ -175,7 +178,7 @@ class PrefillKernel(AttentionBase):
         elif warp == self.mma_warp:
             if lane == 0:
                 if most > 0:
-                    self._mma_thread(base, bar, tmem, n, most)
+                    self._mma_thread(base, bar, tmem, n, most, sign)
         elif warp == self.mma_warp + 1:
             self._tma_warp((tma_k, tma_k_coords), (tma_v, tma_v_coords), base, bar, lane, h, b, low, old, most)
         else:
@@ -225,13 +228,13 @@ class PrefillKernel(AttentionBase):
 
     # ---- tensor core ----------------------------------------------------------------------------------------------
     @cute.jit
-    def _mma_thread(self, base, bar, tmem, n, most):
+    def _mma_thread(self, base, bar, tmem, n, most, sign):
         slot, phase = Int32(0), Int32(0)
         ptx.mbar_wait(bar["full0"], Int32(0))
         for t in cutlass.range_constexpr(self.tiles):
             if n[t] > 0:
                 ptx.mbar_wait(bar[f"q_full{t}"], Int32(0))
-                self._issue_s(t, base, bar, tmem, slot)
+                self._issue_s(t, base, bar, tmem, slot, sign)
         tc.commit(bar["empty0"])
         slot, phase = self._next(slot, phase)
         for j in cutlass.range(most, unroll=1):
@@ -246,7 +249,7 @@ class PrefillKernel(AttentionBase):
                     self._issue_o(t, base, tmem, slot, j > 0)
                     if j + 1 < n[t]:
                         ptx.mbar_wait(bar["full0"] + 8 * k_slot, k_phase)
-                        self._issue_s(t, base, bar, tmem, k_slot)
+                        self._issue_s(t, base, bar, tmem, k_slot, sign)
                     else:
                         tc.commit(bar[f"o_full{t}"])
             tc.commit(bar["empty0"] + 8 * slot)
@@ -254,14 +257,14 @@ class PrefillKernel(AttentionBase):
                 tc.commit(bar["empty0"] + 8 * k_slot)
             slot, phase = self._next(slot, phase)
 
-    def _issue_s(self, t, base, bar, tmem, slot):
+    def _issue_s(self, t, base, bar, tmem, slot, sign):
         """S of row tile t against the K tile in a slot."""
         desc = tc.smem_descriptor(tc.SWIZZLE_128B, 16, 1024)
         idesc = tc.instruction_descriptor(ROWS, TILE, self.bf16, False, False)
         k_tile = base + slot * self.slot_bytes
         for step in range(4 * self.blocks):
             at = (step // 4) * BLOCK_BYTES + 32 * (step % 4)
-            tc.mma(tmem + self.s[t], base + self.q[t] + at, desc, k_tile + at, desc, idesc, step > 0)
+            tc.mma(tmem + self.s[t], base + self.q[t] + at, desc, k_tile + at, desc, idesc, step > 0, sign)
         tc.commit(bar[f"s_full{t}"])
 
     def _issue_o(self, t, base, tmem, slot, accumulate):
@@ -363,30 +366,35 @@ class PrefillKernel(AttentionBase):
         return x
 
     def _maximum(self, s_at, scale, cap_log2, first, limit, masked: bool):
+        """Of this row's base-2 logits. Without a mask and a cap that of S suffices, as scale >= 0."""
+        plain = not masked and not self.softcap
         top = None
         for c in range(TILE // CHUNK):
-            x = self._logits(s_at, c, scale, cap_log2, first, limit, masked)
-            top = _tree(x if top is None else [top, *x], ptx.fmax)
-        return top
+            if plain:
+                x = tc.ld(s_at + CHUNK * c, CHUNK)
+            else:
+                x = self._logits(s_at, c, scale, cap_log2, first, limit, masked)
+            for a, b in zip(x[::2], x[1::2], strict=True):
+                top = ptx.fmax(a, b) if top is None else tc.fmax3(top, a, b)
+        return top * scale if plain else top
 
     def _weights(self, s_at, m, scale, cap_log2, first, limit, masked: bool):
         """Writes P over S, 16-bit pairs: chunk c ends where chunk c of S began or before. Returns the row's sum."""
-        total = None
+        even = odd = None
         for c in range(TILE // CHUNK):
-            p = [ptx.exp2(x - m) for x in self._logits(s_at, c, scale, cap_log2, first, limit, masked)]
-            tc.st(s_at + (CHUNK // 2) * c, [ptx.pack_16(p[2 * i], p[2 * i + 1], self.bf16) for i in range(CHUNK // 2)])
-            part = _tree(p, lambda a, b: a + b)
-            total = part if total is None else total + part
-        return total
+            if masked or self.softcap:
+                x = [x - m for x in self._logits(s_at, c, scale, cap_log2, first, limit, masked)]
+            else:
+                raw = tc.ld(s_at + CHUNK * c, CHUNK)
+                x = [y for a, b in zip(raw[::2], raw[1::2], strict=True) for y in tc.fma_pair(a, b, scale, 0.0 - m)]
+            p = [ptx.exp2(y) for y in x]
+            tc.st(s_at + (CHUNK // 2) * c, [ptx.pack_16(a, b, self.bf16) for a, b in zip(p[::2], p[1::2], strict=True)])
+            for a, b in zip(p[::2], p[1::2], strict=True):
+                even, odd = (a, b) if even is None else tc.add_pair(even, odd, a, b)
+        return even + odd
 
     def _rescale(self, o_at, alpha):
         """O of the rows of this warp, which no MMA uses now: P V of the last key tile is done, the next waits for p_full."""
         for c in range(2 * self.blocks):
             tc.st(o_at + CHUNK * c, [x * alpha for x in tc.ld(o_at + CHUNK * c, CHUNK)])
 
-
-def _tree(values, op):
-    while len(values) > 1:
-        pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
-        values = pairs + ([values[-1]] if len(values) % 2 else [])
-    return values[0]

@@ -18,6 +18,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cute_kernels.kernels.ptx import _asm, _v
 
 SWIZZLE_128B, SWIZZLE_32B = 2, 6
+NEGATE_A = 1 << 13  # of the instruction descriptor
 
 
 def instruction_descriptor(m: int, n: int, bf16: bool, a_mn_major: bool, b_mn_major: bool) -> int:
@@ -45,15 +46,15 @@ def _matrix(name: str, operand: int, descriptor: int) -> str:
 
 
 @dsl_user_op
-def mma(d, a, a_desc: int, b, b_desc: int, idesc: int, accumulate, *, loc=None, ip=None) -> None:
+def mma(d, a, a_desc: int, b, b_desc: int, idesc: int, accumulate, more_idesc=0, *, loc=None, ip=None) -> None:
     """D (tensor memory) = A x B (+ D where accumulate is not 0), K = 16, A and B at shared-memory addresses with the layouts of
-    smem_descriptor. One thread issues it for the CTA; its MMAs run in order."""
-    values = [_v(Int32(x), loc, ip) for x in (d, a, b, accumulate)]
+    smem_descriptor. One thread issues it for the CTA; its MMAs run in order. more_idesc: descriptor bits known at run time only."""
+    values = [_v(Int32(x), loc, ip) for x in (d, a, b, accumulate, more_idesc)]
     _asm(
         "{\n.reg .pred more;\n.reg .b32 lo, kind;\n.reg .b64 a, b;\n"
-        + _matrix("a", 1, a_desc) + _matrix("b", 2, b_desc) + f"mov.b32 kind, {idesc};\n"
+        + _matrix("a", 1, a_desc) + _matrix("b", 2, b_desc) + f"mov.b32 kind, {idesc};\nor.b32 kind, kind, $4;\n"
         "setp.ne.b32 more, $3, 0;\ntcgen05.mma.cta_group::1.kind::f16 [$0], a, b, kind, more;\n}",
-        "", values, "r,r,r,r", True, loc, ip,
+        "", values, "r,r,r,r,r", True, loc, ip,
     )  # fmt: skip
 
 
@@ -137,6 +138,31 @@ def fence_before(*, loc=None, ip=None) -> None:
 def fence_after(*, loc=None, ip=None) -> None:
     """After a barrier wait by which tensor memory came from another thread."""
     _asm("tcgen05.fence::after_thread_sync;", "", [], "", True, loc, ip)
+
+
+# ---- arithmetic --------------------------------------------------------------------------------------------------
+@dsl_user_op
+def fmax3(a, b, c, *, loc=None, ip=None) -> Float32:
+    return _asm("max.f32 $0, $1, $2, $3;", "f", [_v(x, loc, ip) for x in (a, b, c)], "f,f,f", False, loc, ip)[0]
+
+
+@dsl_user_op
+def fma_pair(a0, a1, b, c, *, loc=None, ip=None) -> list[Float32]:
+    """(a0 * b + c, a1 * b + c) in one instruction."""
+    return _asm(
+        "{\n.reg .b64 x, y, z;\nmov.b64 x, {$2, $3};\nmov.b64 y, {$4, $4};\nmov.b64 z, {$5, $5};\n"
+        "fma.rn.f32x2 x, x, y, z;\nmov.b64 {$0, $1}, x;\n}",
+        "ff", [_v(x, loc, ip) for x in (a0, a1, b, c)], "f,f,f,f", False, loc, ip,
+    )  # fmt: skip
+
+
+@dsl_user_op
+def add_pair(a0, a1, b0, b1, *, loc=None, ip=None) -> list[Float32]:
+    """(a0 + b0, a1 + b1) in one instruction."""
+    return _asm(
+        "{\n.reg .b64 x, y;\nmov.b64 x, {$2, $3};\nmov.b64 y, {$4, $5};\nadd.rn.f32x2 x, x, y;\nmov.b64 {$0, $1}, x;\n}",
+        "ff", [_v(x, loc, ip) for x in (a0, a1, b0, b1)], "f,f,f,f", False, loc, ip,
+    )  # fmt: skip
 
 
 # ---- shared-memory barriers --------------------------------------------------------------------------------------
