@@ -183,6 +183,63 @@ cp.async.bulk.wait_group.read 0;
 BUF16 = ".shared .align 16 .b32 buf[64];"
 
 
+GLOBAL_PROXY = """
+mov.u32 %r2, buf;
+mov.u32 %r3, bar;
+setp.ne.u32 %p1, %tx, 0;
+@%p1 bra READY;
+mbarrier.init.shared.b64 [%r3], 1;
+fence.mbarrier_init.release.cluster;
+READY:
+mul.wide.u32 %d1, %tx, 4;
+add.u64 %d1, %d1, %a0;
+st.global.u32 [%d1], %tx;
+fence.proxy.async;
+bar.sync 0;
+@%p1 bra WAIT;
+mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 256;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%a0], 256, [%r3];
+WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0;
+@!%p2 bra WAIT;
+"""
+
+
+def test_generic_to_async_proxy_in_global_memory():
+    shared = ".shared .align 16 .b32 buf[64];\n.shared .align 8 .b64 bar;"
+    assert run(GLOBAL_PROXY, shared=shared)[1].hazards == []
+    text, record, _ = run(GLOBAL_PROXY.replace("fence.proxy.async;\n", ""), shared=shared)
+    (h,) = record.hazards
+    assert (h.kind, h.ptx_line, h.other_line) == ("proxy-fence", line_of(text, "cp.async.bulk"), line_of(text, "st.global"))
+
+
+REFILL = """
+mad.lo.u32 %r4, %tx, 4, %r2;
+ld.shared.u32 %r1, [%r4];
+FENCE
+bar.sync 0;
+@%p1 bra AGAIN;
+mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 256;
+cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%a0], 256, [%r3];
+AGAIN: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 1;
+@!%p2 bra AGAIN;
+"""
+
+
+def test_asynchronous_writes_after_generic_reads():
+    """Strict asks for a proxy fence between; default does not, because TMA pipelines have none."""
+    shared = ".shared .align 16 .b32 buf[64];\n.shared .align 8 .b64 bar;"
+    bare, fenced = (GLOBAL_PROXY + REFILL.replace("FENCE", fence) for fence in ("", "fence.proxy.async.shared::cta;"))
+    for body, checks in ((fenced, "strict"), (fenced, "default"), (bare, "default")):
+        assert run(body, shared=shared, checks=checks)[1].hazards == []
+    text, record, _ = run(bare, shared=shared, checks="strict")
+    (h,) = record.hazards
+    assert (h.kind, h.ptx_line, h.other_line) == (
+        "proxy-fence",
+        line_of(text, "cp.async.bulk.shared::cta"),
+        line_of(text, "ld.shared.u32"),
+    )
+
+
 def test_generic_to_async_proxy():
     assert run(PROXY, shared=BUF16)[1].hazards == []
     text, record, _ = run(PROXY.replace("fence.proxy.async.shared::cta;\n", ""), shared=BUF16)

@@ -10,7 +10,9 @@ TX_LIMIT = (1 << 20) - 1
 class MBarrier:
     """State of one mbarrier: `phase` counts completed phases, so its parity is that of the current one."""
 
-    __slots__ = ("cta", "offset", "expected", "pending", "tx", "phase", "clock", "done", "line", "seen", "fenced", "generation", "passed")
+    __slots__ = (
+        "cta", "offset", "expected", "pending", "tx", "phase", "clock", "done", "line", "seen", "fenced", "generation", "passed",
+    )  # fmt: skip
 
     def __init__(self, cta, offset: int, expected: int, line: int) -> None:
         self.cta, self.offset = cta, offset
@@ -20,7 +22,7 @@ class MBarrier:
         self.line = line
         self.clock = None  # released so far in the current phase
         self.done = None  # released by all completed phases
-        self.passed: dict[int, tuple[int, object]] = {}  # actor -> (tick, instruction) of its wait for the last complete phase
+        self.passed: dict = {}  # actor -> (tick, instruction) of its wait for the phase that ended last
         self.seen = (0, 0)  # (actor, tick) of the init
         self.fenced = False  # its initialiser executed fence.mbarrier_init
         self.generation = -1  # the cluster barrier's generation that published the fenced init; -1: none

@@ -77,6 +77,20 @@ class Shadow:
         self.rl[g] = line
         return hit
 
+    def crosses_proxy(self, g, clock: np.ndarray, warps: int, reads: bool):
+        """For an asynchronous write: (line table, index into g) of a generic access that is ordered before it, but with no
+        fence.proxy.async between; None if there is none. Actors below `warps` are warps, which read through the generic proxy."""
+        wa, wc = self.wa[g], self.wc[g]
+        bad = self.wp[g] & (wc > clock[1][wa]) & (wc <= clock[0][wa])
+        if bad.any():
+            return self.wl, int(bad.argmax())
+        if reads:
+            ra, rc = self.ra[g], self.rc[g]
+            bad = (ra < warps) & (rc > clock[1][ra]) & (rc <= clock[0][ra])
+            if bad.any():
+                return self.rl, int(bad.argmax())
+        return None
+
     def write(self, g, actor: int, clock: np.ndarray, line: int, bytes_=15, generic: bool = True, atomic: bool = False):
         """Record a write."""
         vc = clock[0]

@@ -218,10 +218,11 @@ class Machine:
             "race-write-after-write": "writes, without being ordered after an earlier write,",
             "race-write-after-read": "writes, without being ordered after an earlier read,",
             "proxy": "reads through the async proxy, with no fence.proxy.async after the generic write,",
+            "proxy-write": "writes through the async proxy, with no fence.proxy.async after the generic access,",
             "tcgen05-fence": "accesses, without tcgen05.fence on both sides,",
             "tmem-dealloc-race": "frees, without being ordered after an access,",
         }[kind]
-        name = f"{kind}-{space}" if kind.startswith("race") else ("proxy-fence" if kind == "proxy" else kind)
+        name = f"{kind}-{space}" if kind.startswith("race") else ("proxy-fence" if kind.startswith("proxy") else kind)
         self.report(name, w, ins, f"{text} {place}", other_line=other)
 
     def fatal(self, kind, w, ins, message):

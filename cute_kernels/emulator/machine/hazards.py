@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "race-read-after-write-*": ("default", "a read that is not ordered after a write (shared, tmem or global memory)"),
     "race-write-after-read-*": ("default", "a write that is not ordered after a read"),
     "race-write-after-write-*": ("default", "two writes in no order"),
-    "proxy-fence": ("both", "an asynchronous read of a generic write with no fence.proxy.async between"),
+    "proxy-fence": ("both", "an asynchronous access after a generic write, no fence.proxy.async between; strict: after a read too"),
     "uninitialised-shared": ("default", "a read of shared memory that nothing wrote"),
     "uninitialised-tmem": ("default", "a read of tensor memory that nothing wrote since its allocation"),
     "uninitialised-register": ("default", "an unwritten register reaches a store, branch, address or other unit"),
@@ -114,7 +114,8 @@ RELAXATIONS: dict[str, str] = {
     "expect_tx at exit": "a last mbarrier.arrive.expect_tx without a copy: the producer tail of CuTe DSL TMA pipelines",
     "lane quarter": "tcgen05.ld/st of warps 1-3 with lane 0 in the address: cudnn's head-64 sparse attention, "
     "NVIDIA's 1cta_mma_a_from_tmem example",
-    "write order of proxies": "an asynchronous write after a generic access needs synchronisation only, no proxy fence",
+    "reads before the async proxy": "an asynchronous write after a generic read needs synchronisation only, no fence.proxy.async: "
+    "TMA pipelines refill a buffer on the arrive of those who read it",
     "memory scopes": "every atomic, volatile, relaxed, acquire or release access synchronises through its address, at any scope",
     "lanes of a warp": "lanes of one warp are one actor: races between them are not looked for",
 }

@@ -75,6 +75,10 @@ def shared_read(w, cta, g, actor, clock, ins, *, proxy: bool) -> None:
 
 def shared_write(w, cta, g, actor, clock, ins, *, generic: bool) -> None:
     sh = cta.shadow
+    if not generic:
+        crossing = sh.crosses_proxy(g, clock, cta.cluster.nwarps, w.machine.strict)
+        if crossing:
+            w.machine.conflict(("proxy-write", crossing[1]), w, ins, "shared", cta, int(g[crossing[1]]), crossing[0])
     hit = sh.write(g, actor, clock, ins.line, generic=generic)
     if hit:
         w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.rl if hit[0].endswith("read") else sh.wl)
@@ -168,7 +172,7 @@ def _cp_async(ins: Instr):
             actor, clock = agent(w, ("cp", w.actor), visible=False)
             g = ((offs >> 2)[:, None] + np.arange(n // 4)).reshape(-1)
             shared_write(w, cta, g, actor, clock, ins, generic=True)
-            _global_access(w, srcs[read], n, ins, False, actor, clock)
+            _global_access(w, srcs[read], n, ins, False, actor, clock, proxy=False)
 
         def effect():
             data = np.zeros((len(offs), n), np.uint8)
@@ -188,8 +192,8 @@ def _cp_async(ins: Instr):
     return False, copy
 
 
-def _global_access(w, addrs: np.ndarray, n: int, ins, write: bool, actor, clock) -> None:
-    """Race check of whole chunks of global memory, by allocation."""
+def _global_access(w, addrs: np.ndarray, n: int, ins, write: bool, actor, clock, proxy: bool = True) -> None:
+    """Race check of whole chunks of global memory, by allocation. `proxy`: the access goes through the async proxy."""
     if not len(addrs):
         return
     lo, hi = int(addrs.min()), int(addrs.max()) + n
@@ -198,12 +202,12 @@ def _global_access(w, addrs: np.ndarray, n: int, ins, write: bool, actor, clock)
         if write and not alloc.writable:
             w.machine.report("write-to-readonly", w, ins, f"writes {alloc.name or 'a read-only allocation'}")
         if alloc.shadow is not None or write:
-            check_global(w, alloc, addrs.astype(np.uint64), n, ins, write, actor=actor, clock=clock)
+            check_global(w, alloc, addrs.astype(np.uint64), n, ins, write, actor=actor, clock=clock, proxy=proxy)
         return
     for a in addrs.tolist():
         alloc = w.machine.memory.find(int(a), n)
         if alloc is not None and (alloc.shadow is not None or write):
-            check_global(w, alloc, np.array([a], np.uint64), n, ins, write, actor=actor, clock=clock)
+            check_global(w, alloc, np.array([a], np.uint64), n, ins, write, actor=actor, clock=clock, proxy=proxy)
 
 
 def _cp_commit(w, m, ins) -> None:

@@ -59,7 +59,7 @@ def check_shared_write(w, cta, off, total, ins) -> None:
         w.machine.report("mbarrier-overwritten", w, ins, "writes over a live mbarrier object")
 
 
-def check_global(w, alloc, addr: np.ndarray, total: int, ins, write: bool, *, actor=None, clock=None) -> None:
+def check_global(w, alloc, addr: np.ndarray, total: int, ins, write: bool, *, actor=None, clock=None, proxy=False) -> None:
     sh = alloc.shadow
     if sh is None:
         if not write:
@@ -92,6 +92,12 @@ def check_global(w, alloc, addr: np.ndarray, total: int, ins, write: bool, *, ac
         k = int(bad.argmax())
         kind = "race-write-after-write" if write else "race-read-after-write"
         w.machine.conflict((kind, k), w, ins, "global", None, int(g[k]), sh.wl)
+    elif proxy and not bad.any():  # of the same cluster: what is known of another's does not tell generic writes that are fenced
+        other = wa & 4095
+        bad = (wa >> 12 == uid) & (other < w.cta.cluster.nwarps) & (wc > clock[1][other])
+        if bad.any():
+            k = int(bad.argmax())
+            w.machine.conflict(("proxy", k), w, ins, "global", None, int(g[k]), sh.wl)
     if write:
         bad = unordered(sh.ra[g], sh.rc[g])
         if bad.any() and not narrow:
@@ -684,6 +690,7 @@ def _fence(ins: Instr):
         def fence_proxy(w, m, ins):
             if is_async and w.clock is not None:
                 np.maximum(w.clock[1], w.clock[0], out=w.clock[1])
+                w.tick()  # what the warp writes from here on is not fenced
 
         return False, fence_proxy
     if "mbarrier_init" in mods:
