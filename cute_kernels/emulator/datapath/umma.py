@@ -291,10 +291,11 @@ def _check_shape(d: InstrDesc, cta_group: int, ws: bool) -> None:
             legal = (d.n in (8, 24) or d.n % 16 == 0) if cta_group == 1 else d.n % 32 == 0
             step = "8, 16, 24, 32 and steps of 16" if cta_group == 1 else "multiples of 32"
         else:
-            legal = d.n % (8 * cta_group) == 0
-            step = f"multiples of {8 * cta_group}"
+            unit = 8 if (cta_group, d.m) == (1, 64) else 16
+            legal = d.n % unit == 0
+            step = f"multiples of {unit}"
         if not legal or not 8 * cta_group <= d.n <= 256:
-            raise IllegalOperand("idesc.N", d.n, f"cta_group::{cta_group} kind::{d.kind} has N in {step} up to 256 "
+            raise IllegalOperand("idesc.N", d.n, f"cta_group::{cta_group} M = {d.m} kind::{d.kind} has N in {step} up to 256 "
                                                  "(Table 39)")
     if d.b_major == "MN" and ELEMENT_BYTES[d.kind] == 1 and d.n % (16 * cta_group):
         raise IllegalOperand("idesc.N", d.n, f"an 8-bit MN-major B needs a multiple of {16 * cta_group} (Table 52)")
