@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = (("lazy", 0), ("random", 1), ("eager", 0))
@@ -167,6 +168,10 @@ class Hang(Exception):
     """A run took longer than TIMEOUT."""
 
 
+class FirstHazard(Exception):
+    """The kind of a mutant's first hazard."""
+
+
 def _alarm(signum, frame):
     raise Hang
 
@@ -175,6 +180,17 @@ def run(subject: Subject, schedule: str, seed: int, mutant: Mutant | None = None
     """(what told, the emulation): "" if nothing did."""
     from cute_kernels.emulator import EmulationError, emulate
     from cute_kernels.emulator.host.backend import run_on_machine
+    from cute_kernels.emulator.machine import engine
+
+    report = engine.Machine.report
+
+    def report_once(machine, *args, **options):
+        report(machine, *args, **options)
+        if machine.hazards:
+            raise FirstHazard(machine.hazards[0].kind)
+
+    # a mutant's run ends with its first hazard
+    patched = mock.patch.object(engine.Machine, "report", report if mutant is None else report_once)
 
     def backend(emulation, capture):
         if mutant is not None and re.search(subject.entry, capture.entry):
@@ -184,12 +200,14 @@ def run(subject: Subject, schedule: str, seed: int, mutant: Mutant | None = None
     signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(TIMEOUT)
     try:
-        with emulate(
+        with patched, emulate(
             subject.arch, schedule=schedule, seed=seed, checks=subject.checks, sm_count=subject.sm_count, backend=backend
         ) as emulation:
             right = subject.run()
     except Hang:
         return "hang", None
+    except FirstHazard as hazard:
+        return f"hazard {hazard}", None
     except EmulationError as error:
         return f"error {getattr(error, 'kind', type(error).__name__)}", None
     finally:
@@ -278,7 +296,10 @@ def _active_attention(s: int, lengths: list[int], cap: int | None, entry: str) -
 
     equivalent = [
         ("descriptor-or", r"or.b32 lo, lo, 65536;", "K-major and swizzled: the leading offset is not used"),
+        ("alloc", r"relinquish", "lets other CTAs allocate, and orders nothing"),
+        ("fence", r"bar.sync\s+0;", "no access to tensor memory lies before this barrier, or behind it"),
         ("fence", r"fence.mbarrier_init", "known gap of the emulator: fence.mbarrier_init may be missing"),
+        ("wait-tmem", r"tcgen05.wait::ld", "registers are read at once; the second pass over S waits before it hands S on"),
     ]
     return Subject("sm_100a", right, entry=entry, equivalent=equivalent)
 
