@@ -163,7 +163,7 @@ def test_mask_is_dropped_and_restored(monkeypatch):
 
 
 def test_refuses_what_it_does_not_know():
-    with pytest.raises(TypeError, match="fish_speech transformer, got Linear"):
+    with pytest.raises(TypeError, match="fish_speech transformer, not Linear"):
         use_active_attention(torch.nn.Linear(2, 2))
 
 
