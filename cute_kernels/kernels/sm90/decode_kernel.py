@@ -234,14 +234,16 @@ class DecodeKernel(Loads, Merging):
         if cutlass.const_expr(self.chunked):
             alone = Int32(per * size >= keys)  # this CTA has all splits
             split, split_begin = chunk * per, begin
-            while split_begin < end or split_begin == begin:
+            more = Int32(1)  # without any key (size 0) too there is one split, an empty one
+            while more != 0:
                 o, m, l, k_at, v_at = self._split(p, w, c, k_at, v_at, split_begin, split_begin + size)
                 self._store_parts(w, o, m, l)
                 cute.arch.sync_threads()
-                self._collect(p, w, split, Int32(split_begin == begin), alone)
+                self._collect(p, w, split, Int32(split == chunk * per), alone)
                 cute.arch.sync_threads()  # the parts have been read
                 split = split + 1
                 split_begin = split_begin + size
+                more = Int32(split_begin < end)
             if cutlass.const_expr(self.append):
                 if chunk == 0:
                     self._append_rows(w, c.kv, c.new_start)
