@@ -43,17 +43,22 @@ def test_batch_and_capacity_do_not_change_bits():
         assert same([x[i : i + 1] for x in result], run(q[i : i + 1], *wide, [n])), f"row {i}, larger capacity"
 
 
-@pytest.mark.parametrize("s", [1, 3])
-def test_append(s):
-    lengths = [0, 2, 70]
-    q, k, v = make(3, 8, 2, s, 128, 80, [max(0, n - s) for n in lengths], seed=s, device="cpu")
+@pytest.mark.parametrize("s,change", [(1, {}), (3, {}), (1, {"ctas": 1}), (3, {"cluster": 8})])
+def test_append(s, change):
+    """Also with all splits in one CTA, and with clusters."""
+    from cute_kernels.kernels.sm90.decode import choose
+
+    lengths = [0, 2, 140]
+    q, k, v = make(3, 8, 2, s, 128, 145, [max(0, n - s) for n in lengths], seed=s, device="cpu")
     k_new, v_new = (torch.randn(3, 2, s, 128).bfloat16() for _ in range(2))
     want = [k.clone(), v.clone()]
     for i, n in enumerate(lengths):
         for row in range(s):
             if n - s + row >= 0:
                 want[0][i, :, n - s + row], want[1][i, :, n - s + row] = k_new[i, :, row], v_new[i, :, row]
-    result = run(q, k, v, lengths, k_new=k_new, v_new=v_new)
+    kv_len = torch.tensor(lengths, dtype=torch.int32)
+    variant = choose(q, k, v, kv_len, True, -1, 0.0, None, k_new, v_new)._replace(**change)
+    result = run(q, k, v, lengths, k_new=k_new, v_new=v_new, variant=variant)
     assert same([k, v], want), "cache bytes"
     check(result, q, *want, lengths)
 
