@@ -264,17 +264,33 @@ def assert_no_spills(cubin):
     assert "STACK:0" in usage and "LOCAL:0" in usage, usage
 
 
-def test_operators_reach_the_kernel():
+@pytest.mark.parametrize("arch", [ARCH, pytest.param("sm_103a", marks=pytest.mark.full)])
+def test_operators_reach_the_kernel(arch):
     import cute_kernels
     from cute_kernels.emulator import emulate
 
     q, k, v = make(2, 8, 2, 1, 128, 40, [33, 33], seed=5, device="cpu")
     lengths = torch.tensor([33, 7], dtype=torch.int32)
-    with emulate(ARCH) as emulated:
+    with emulate(arch) as emulated:
         by_int = cute_kernels.active_attention(q, k, v, 33)
-        assert cute_kernels.last_backend() == "sm_100a:decode"
+        assert cute_kernels.last_backend() == f"{arch}:decode"
         by_tensor = cute_kernels.active_attention(q, k, v, lengths)
     assert not emulated.hazards, emulated.report()
     check(by_int, q, k, v, [33, 33])
     check(by_tensor, q, k, v, [33, 7])
     assert same([x[:1] for x in by_int], [x[:1] for x in by_tensor])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+def test_mechanical_faults_are_caught(kernel, monkeypatch):
+    """20 faults spread over all that tools/kernel_mutants.py makes of the kernel's PTX: at least 95 % of those that matter."""
+    import importlib.util
+    import sys
+    from pathlib import Path
+
+    spec = importlib.util.spec_from_file_location("kernel_mutants", Path(__file__).parents[2] / "tools" / "kernel_mutants.py")
+    tool = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, tool)
+    spec.loader.exec_module(tool)
+    assert tool.main([kernel, "--limit", "20"]) == 0

@@ -63,6 +63,9 @@ def can_implement(
         return f"the head dimension must be a multiple of 8 from 16 to 256, not {d}"
     if max(k_cache.shape[0], k_cache.shape[1]) > 65535:
         return f"batch size and KV heads must be at most 65535, not {k_cache.shape[0]} and {k_cache.shape[1]}"
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if any(stride >= 1 << 39 for stride, size in zip(x.stride(), x.shape) if size > 1):
+            return f"strides of {name} must be below 2**39 elements (a tensor map holds 40 bits of bytes), not {x.stride()}"
     return None
 
 
