@@ -103,10 +103,10 @@ KINDS: dict[str, tuple[str, str]] = {
 
 #: What the default level forgives, and the sequence in published kernels that needs it.
 RELAXATIONS: dict[str, str] = {
-    "tcgen05.fence": "no tcgen05.fence is asked for: CuTe DSL GEMM and FlashAttention-4 pass tensor memory between warps through "
+    "tcgen05.fence": "no tcgen05.fence is asked for: quack's GEMMs and FlashAttention-4 pass tensor memory between warps through "
     "mbarriers alone",
-    "tcgen05.wait::ld": "a load counts as complete at a release, an MMA or a dealloc once one of its registers has been read: the "
-    "CuTe DSL persistent GEMM converts the accumulator, then arrives, with no wait::ld",
+    "tcgen05.wait::ld": "a load counts as complete at a release, an MMA or a dealloc once one of its registers has been read: "
+    "FlashAttention-4's forward has no wait::ld",
     "cp.async": "copies signalled through cp.async.mbarrier.arrive are visible to the async proxy of the waiter: "
     "FlashAttention-4's 64-key MLA kernel feeds tcgen05.mma so, with no fence.proxy.async",
     "cluster barrier": "arrive, arrive, wait, wait: FlashAttention-4's 2-CTA MLA kernel sets up two groups of barriers so; "
@@ -115,7 +115,7 @@ RELAXATIONS: dict[str, str] = {
     "lane quarter": "tcgen05.ld/st of warps 1-3 with lane 0 in the address: cudnn's head-64 sparse attention, "
     "NVIDIA's 1cta_mma_a_from_tmem example",
     "reads before the async proxy": "an asynchronous write after a generic read needs synchronisation only, no fence.proxy.async: "
-    "TMA pipelines refill a buffer on the arrive of those who read it",
+    "CUTLASS's TMA pipelines document only the arrive of those who read a buffer that is refilled",
     "memory scopes": "every atomic, volatile, relaxed, acquire or release access synchronises through its address, at any scope",
     "lanes of a warp": "lanes of one warp are one actor: races between them are not looked for",
 }
