@@ -192,7 +192,7 @@ class GroupTopk:
                             if Uint32(offset) < Uint32(self.range):
                                 w, bit = offset >> 5, Uint32(1) << Uint32(offset & 31)
                                 below = cute.arch.popc(Uint32((bits + w).load()) & (bit - Uint32(1)))
-                                rank = total + Int32((before + w).load()) + Int32(below) - window
+                                rank = total + self.count_before(before, w) + Int32(below) - window
                                 if Uint32(rank) < Uint32(ranks):
                                     piece = self.piece(rank >> 7, slot)
                                     at = marks + (4 * piece + ((rank >> 5) & 3))
@@ -278,7 +278,7 @@ class GroupTopk:
         """
         word, rank = Uint32(0), Int32(0)
         if first + lane < words:
-            word, rank = Uint32((bits + first + lane).load()), Int32((before + first + lane).load())
+            word, rank = Uint32((bits + first + lane).load()), self.count_before(before, first + lane)
         start = cute.arch.shuffle_sync(rank, offset=0)
         size = Int32(cute.arch.popc(word))
         keys = cute.arch.warp_redux_sync(size, "add")
@@ -311,6 +311,12 @@ class GroupTopk:
         if const_expr(self.has_length):
             limit = cutlass.min(cutlass.max(topk_length[row], 0), limit)
         return limit, indices.iterator.toint() + Int64(row) * Int64(indices.stride[0]) * 4
+
+    @cute.jit
+    def count_before(self, before: cute.Pointer, w: Int32):
+        """before[w], of which 16 bits are loaded with a sign."""
+        value = Int32((before + w).load())
+        return value & 0xFFFF if const_expr(self.rank.width == 16) else value
 
     @cute.jit
     def load(self, address: Int64):

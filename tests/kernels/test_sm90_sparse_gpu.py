@@ -38,7 +38,10 @@ def problems(case: Case, rows: int | None = None, repeat: bool = False) -> list[
         part = {k: v[pick] if k in ("q", "indices", "topk_length", "head_group_mask") else v for k, v in args.items()}
         some = [t[pick] for t in got]
     want = cases.reference(part)
-    found = [text for g, w, t in zip(some, want, TOLERANCES) if (text := cases.differences(g, w, *t))]
+    # A statistic near zero is a sum of products that grow with q: so does its rounding in float32.
+    out, *stats = TOLERANCES
+    tolerances = out, *((absolute * max(1.0, case.gain), *rest) for absolute, *rest in stats)
+    found = [text for g, w, t in zip(some, want, tolerances) if (text := cases.differences(g, w, *t))]
     if repeat and not all(torch.equal(a, b) for a, b in zip(got, cases.run_ours(args))):
         found.append("a second launch gives other bits")
     return [f"{case.name()}: {text}" for text in found]
