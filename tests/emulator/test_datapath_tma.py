@@ -1,9 +1,11 @@
 """TMA plans against element-by-element numpy indexing; swizzles placed by the ISA's printed tables, not by XOR."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
+import tensor_copies
 
 from cute_kernels.emulator.datapath import IllegalOperand
 from cute_kernels.emulator.datapath.tensormap import TensorMap
@@ -289,3 +291,34 @@ def test_encode_and_decode_are_cutes(dtype, dims, strides, box, swizzle, words):
     ours = np.frombuffer(want.encode(), np.uint64).tolist()
     assert ours[:8] == [address, words[0] & ~2, *words[1:]] and len(want.encode()) == 128
     assert not any(ours[8:])
+
+
+def test_replay_of_an_h200():
+    """288 random copies give the bytes that an H200 gave (tensor_copies.py recorded them)."""
+    want = json.loads(tensor_copies.FILE.read_text())
+    cases = list(tensor_copies.cases())
+    assert len(cases) == len(want)
+    base, start = 1 << 20, 1024
+    for i, (c, digest) in enumerate(zip(cases, want)):
+        data, image = tensor_copies.random_bytes(c.bytes_of_tensor(), i), tensor_copies.random_bytes(40960, 10000 + i)
+        tmap = TensorMap(base, c.dtype, c.dims, c.strides, c.box, c.steps, "none", c.swizzle, c.oob)
+        plan = plan_tile(tmap, c.coords, start, direction="reduce" if c.kind == "add" else c.kind)
+
+        def read(at, n, data=data):
+            return data[(np.asarray(at) - base)[:, None] + np.arange(n)]
+
+        def write(at, values, data=data):
+            data[(np.asarray(at) - base)[:, None] + np.arange(values.shape[1])] = values
+
+        def update(at, n, fn, read=read, write=write):
+            write(at, fn(read(at, n)))
+
+        smem = np.full(start + 40960, 0xEE, np.uint8)
+        if c.kind == "load":
+            plan.load(read, smem)
+            got = smem[start : start + tensor_copies.SEEN]
+        else:
+            smem[start:] = image
+            plan.store(smem, write, write) if c.kind == "store" else plan.reduce(smem, update, "add", update)
+            got = data
+        assert tensor_copies.digest(got) == digest, (i, c)

@@ -68,16 +68,12 @@ def tma_window(swizzle: str, dtype: str = "u16", rank: int = 2, add: bool = Fals
         want_image[i] = swizzled(tile, swizzle)
         to = [c + b for c, b in zip(corner, back)]
         cut_low = [max(0, c) for c in to]
-        # The hardware writes whole 16 bytes: the three columns of pitch as well, as zeros in a store, as sums in an addition.
+        # The hardware writes whole 16 bytes: the three columns of pitch as well.
         cut_high = [min(n, c + b) for n, c, b in zip(target.shape, to, box)]
         if all(a < b for a, b in zip(cut_low, cut_high)) and cut_low[-1] < width:
             here = tuple(slice(a, b) for a, b in zip(cut_low, cut_high))
-            part = tile[tuple(slice(a - c, b - c) for a, b, c in zip(cut_low, cut_high, to))].copy()
-            if add:
-                part += want_target[here]
-            else:
-                part[..., width - cut_low[-1] :] = 0
-            want_target[here] = part
+            part = tile[tuple(slice(a - c, b - c) for a, b, c in zip(cut_low, cut_high, to))]
+            want_target[here] = part + want_target[here] if add else part
     names = ["x", "y", "z"][:rank]
     coords = []
     for k, name in enumerate(names):

@@ -8,7 +8,9 @@ compared with `cuTensorMapEncodeTiled` of driver 13.0 on an H200. Legality check
 Layout, 64-bit words (bits): 0 address (4-56) | 1 rank-1 (4-6), element code (7-10), interleave (11-12), swizzle
 (13-14), NaN fill (15), tf32 (16), L2 promotion (17-18), swizzle atom (19-20), large footprint (21), stride1>>4
 (32-63) | 2 stride2>>4, stride3>>4 | 3 stride4>>4 and the four strides' bits 36-39 | 4, 5 dims-1 | 6 dim4-1, element
-strides-1 (32+3i), box0-1 (56-63) | 7 box1..4 - 1. Words 8-15 carry nothing the hardware path needs here.
+strides-1 (32+3i), box0-1 (56-63) | 7 box1..4 - 1. The driver fills words 8-15 too; their fields are not known, and the one
+difference seen on an H200 when they are 0 is that a store writes zeros, not the tile, past the end of a row in its last
+16 bytes (plans write the tile).
 """
 
 from __future__ import annotations

@@ -33,6 +33,10 @@ _OOB_NAN = {  # what an H200 fills with: 0x7ff7 in every 16 bits, whatever the t
     "f32_ftz": (np.uint32, 0x7FF77FF7), "tf32": (np.uint32, 0x7FF77FF7), "tf32_ftz": (np.uint32, 0x7FF77FF7),
     "f64": (np.uint64, 0x7FF77FF77FF77FF7),
 }
+_NAN = {  # a sum that is no number; f64 by analogy
+    "f32": np.uint32(0x7FFFFFFF).view(np.float32), "f32_ftz": np.uint32(0x7FFFFFFF).view(np.float32),
+    "f64": np.uint64(0x7FFFFFFFFFFFFFFF).view(np.float64),
+}
 REDUCE_OPS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
@@ -78,7 +82,7 @@ class TmaPlan:
             order, after the swizzle. `smem_offsets` are the same in bytes.
         tx_bytes: bytes that complete on the mbarrier: the full box, out-of-range elements included.
         spill_bytes: bytes by which `chunk_bytes` falls short of a multiple of 16 where a store or reduction ends inside
-            one. The hardware writes those too (seen on an H200): a store zeros, a reduction its result.
+            one. The hardware writes those too (seen on an H200), with what the tile holds there.
     """
 
     __slots__ = ("tensor", "gmem_chunks", "chunk_bytes", "chunk_skip", "row_bytes", "smem_offset", "smem_granules",
@@ -159,7 +163,7 @@ class TmaPlan:
         if len(live) and self.chunk_bytes:
             write_gmem(live, self._source(smem, self.chunk_skip, self.chunk_bytes))
             if spill is not None and self.spill_bytes:
-                spill(live + self.chunk_bytes, np.zeros((len(live), self.spill_bytes), np.uint8))
+                spill(live + self.chunk_bytes, self._source(smem, self.chunk_skip + self.chunk_bytes, self.spill_bytes))
 
     def reduce(self, smem: np.ndarray, rmw_gmem: UpdateGlobal, op: str, spill: UpdateGlobal | None = None) -> None:
         """Shared memory combined into global memory (cp.reduce.async.bulk.tensor).
@@ -228,7 +232,9 @@ def reduce_bytes(dtype: str, op: str, old: np.ndarray, new: np.ndarray) -> np.nd
         return np.ascontiguousarray(out).view(np.uint8)
     floats = {"f32": np.float32, "f32_ftz": np.float32, "f64": np.float64}
     if dtype in floats and op == "add":
-        return (old.view(floats[dtype]) + new.view(floats[dtype])).view(np.uint8)
+        out = old.view(floats[dtype]) + new.view(floats[dtype])
+        out[np.isnan(out)] = _NAN[dtype]
+        return out.view(np.uint8)
     raise IllegalOperand(f"reduction {op}", dtype, "is not defined for this element type")
 
 
