@@ -362,8 +362,8 @@ class Consumer:
             warpgroup.wait_group(0)
             self.release(B_RIGHT, c)
         else:
-            # Nothing was loaded, but the left warpgroup, which BAR_B lets go on, releases these tiles too: not before every producer
-            # warp has waited for their release before: that phase's parity would come round, and the warp wait for ever.
+            # Nothing was loaded, but the left warpgroup, which BAR_B lets go on, releases these tiles too: not before every
+            # producer warp has waited for their release before: its phase's parity would come round, and the warp wait for ever.
             cute.arch.mbarrier_wait(c.bars + K_FULL + B_LEFT, phase)
             cute.arch.barrier_arrive(barrier_id=BAR_B, number_of_threads=256)
             cute.arch.barrier(barrier_id=BAR_A, number_of_threads=256)
