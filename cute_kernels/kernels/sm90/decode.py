@@ -28,6 +28,10 @@ FEW = 64
 # More CTAs than this in a launch are replaced by ones that take several splits in a row: CTAs run in waves, and between two waves
 # the memory idles (batch 32, 4096 keys: 4096 CTAs 136.3 us, 2048 CTAs 130.7). The bits stay the same.
 TARGET_CTAS = 264
+# Splits of one row tile that merge through the shared memory of a cluster, where the whole launch is so few clusters: q_len 2 over
+# 4096 keys 8.9 against 9.2 us, q_len 4 9.9 against 10.5; 400 keys 4.22 against 4.41. With 64 clusters (batch 8) it is 1.4 us
+# slower, and with more splits than a cluster has CTAs, 0.2 to 6 us.
+CLUSTER, MOST_CLUSTERS = 8, 8
 
 
 class Variant(NamedTuple):
@@ -129,18 +133,16 @@ def choose(
         min_blocks=0,
         stages=2 if b * kv_heads < FEW and d <= 128 else 1,
         chunked=False,
-        cluster=0,
+        cluster=CLUSTER,
         ctas=TARGET_CTAS if s == 1 else TARGET_CTAS // 2,  # of 8 warps one fits an SM (batch 8, q_len 4: 14.4 against 17.3 us)
     )
 
 
 def _common_variants(arch: str) -> tuple[Variant, ...]:
     """bf16, D 128, 4 query heads a KV head, 8 KV heads, one token, int and device lengths."""
-    return tuple(
-        Variant(True, 128, 4, True, 8, True, 4, 8, True, True, False, False, False, False, dev, 0, stages, False, 0, TARGET_CTAS)
-        for dev in (False, True)
-        for stages in (2, 1)
-    )
+    plain = Variant(True, 128, 4, True, 8, True, 4, 8, True, True, False, False, False, False, False, 0, 2, False, 0, TARGET_CTAS)
+    few, many = [{}, {"cluster": CLUSTER}], [{"stages": 1}, {"stages": 1, "chunked": True}, {"stages": 3, "chunked": True}]
+    return tuple(plain._replace(device_length=dev, **change) for dev in (False, True) for change in few + many)
 
 
 @kernel_builder("active_attention_decode", archs=(ARCH,), variants=_common_variants)
@@ -212,7 +214,8 @@ class _Plan:
             if not device_length and self.row_tiles == 1:
                 per_chunk = -(-slots // allowed)
                 chunks = -(-slots // per_chunk)
-        cluster = variant.cluster if slots > 1 and not chunked else 0
+        few = 1 < slots <= variant.cluster and self.pairs * self.row_tiles <= MOST_CLUSTERS
+        cluster = variant.cluster if few and not chunked else 0
         stages = variant.stages
         if chunked and variant.warps == 4 and variant.head_dim <= 128 and self.pairs * self.row_tiles > variant.ctas:
             stages = 3  # leaves room for two CTAs an SM, so that no third delays a later one (batch 64: 243 us, 257 with one)
