@@ -24,9 +24,9 @@ def test_what_comes_here():
 @pytest.mark.full
 def test_schedules_give_the_same_bits():
     """Two row tiles with unlike numbers of key tiles, the last key tile cut."""
-    q, k, v = make(1, 2, 1, 130, 128, 503, [500], seed=3, device="cpu")
-    results = [run(q, k, v, 500, schedule, seed) for schedule, seed in SCHEDULES]
-    check(results[0], q, k, v, [500])
+    q, k, v = make(1, 2, 1, 130, 128, 403, [400], seed=3, device="cpu")
+    results = [run(q, k, v, 400, schedule, seed) for schedule, seed in SCHEDULES]
+    check(results[0], q, k, v, [400])
     assert all(same(results[0], r) for r in results[1:])
 
 
@@ -42,13 +42,15 @@ def test_batch_and_capacity_do_not_change_bits():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("d,dtype", [(64, torch.float16), (80, torch.bfloat16), (192, torch.bfloat16), (256, torch.bfloat16)])
+@pytest.mark.parametrize("d,dtype", [(64, torch.float16), (80, torch.bfloat16), (256, torch.bfloat16)])
 def test_head_dims(d, dtype):
     case([300], s=40, d=d, dtype=dtype)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("group,s,causal", [(1, 200, True), (5, 60, False), (16, 17, True), (160, 16, True)])
+@pytest.mark.parametrize(
+    "group,s,causal", [(1, 200, True), (5, 60, False), (16, 17, True), pytest.param(160, 16, True, marks=pytest.mark.nightly)]
+)
 def test_query_rows(group, s, causal):
     case([190], h_q=group, s=s, causal=causal)
 
@@ -74,12 +76,12 @@ def test_scales_that_are_not_positive(sm_scale):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("h_q", [4, 160])
+@pytest.mark.parametrize("h_q", [4, pytest.param(160, marks=pytest.mark.nightly)])
 def test_append(h_q):
     append_case([0, 20, 150] if h_q == 4 else [140], h_q=h_q, h_kv=1, s=100 if h_q == 4 else 17)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_rows_at_odd_addresses():
     q, k, v = make(1, 4, 1, 20, 64, 140, [133], seed=1, device="cpu")
     odd = []
