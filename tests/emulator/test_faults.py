@@ -164,8 +164,9 @@ MUTANTS = [
     Mutant("desc-constant", GEMM, Edit(r"0x40004040", "0x40000040"), "illegal-operand", MMA),
     Mutant("idesc-m-256", GEMM, Edit(r"0x08100490", "0x10100490"), "illegal-operand", MMA),
     Mutant("idesc-m-64", GEMM, Edit(r"0x08100490", "0x04100490"), "uninitialised-tmem", LD),
-    Mutant("idesc-n-72", GEMM, Edit(r"0x08100490", "0x08120490"), "tmem-unallocated", MMA),
-    Mutant("idesc-n-56", GEMM, Edit(r"0x08100490", "0x080e0490"), "uninitialised-tmem", LD),
+    Mutant("idesc-n-80", GEMM, Edit(r"0x08100490", "0x08140490"), "tmem-unallocated", MMA),
+    Mutant("idesc-n-72", GEMM, Edit(r"0x08100490", "0x08120490"), "illegal-operand", MMA),
+    Mutant("idesc-n-48", GEMM, Edit(r"0x08100490", "0x080c0490"), "uninitialised-tmem", LD),
     Mutant("idesc-d-type", GEMM, Edit(r"0x08100490", "0x081004b0"), "illegal-operand", MMA),
     # Registers that wgmma uses.
     Mutant("wgmma-wait-gone", WGMMA, Edit(r"wgmma.wait_group.*;"), "wgmma-register", r"st\.global\.v2\.f32 \[%pd\]"),
