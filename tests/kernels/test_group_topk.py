@@ -118,7 +118,7 @@ def test_emulated(name, arch, request):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sizes", [(8, 5000, 400_000, 8), (8, 2300, 20_000, 8)], ids=["three mask windows", "a full bitmap"])
+@pytest.mark.parametrize("sizes", [(8, 6000, 400_000, 8), (8, 2300, 20_000, 8)], ids=["three mask windows", "a full bitmap"])
 def test_emulated_large(sizes):
     args = inputs(*sizes)
     with emulate("sm_90a", schedule="random", checks="strict") as emulation:
