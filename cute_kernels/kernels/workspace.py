@@ -6,6 +6,7 @@ the same time on different streams.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,19 @@ class Workspace(NamedTuple):
 
 _workspaces: dict[tuple[int, int], Workspace] = {}  # (device, stream), or (device, -1) for graph captures
 _retired: list[Workspace] = []
+
+
+def _allocate_to_keep(device: torch.device, floats: int, counters: int) -> Workspace:
+    """In a thread of its own, done when it returns. Before it captures, torch.compile's reduce-overhead mode runs everything once
+    with this thread's allocations sent to the graph's memory pool, where nothing may stay that is no output of the graph."""
+
+    def make() -> Workspace:
+        made = _allocate(device, floats, counters)
+        torch.cuda.current_stream(device).synchronize()  # the zeros must be there before any stream's launch
+        return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def _allocate(device: torch.device, floats: int, counters: int) -> Workspace:
@@ -44,13 +58,15 @@ def workspace(device: torch.device, floats: int, counters: int) -> Workspace:
         return found
     if capturing:
         return _allocate(device, floats, counters)
-    # Grown in powers of two, so rarely. Counters return to zero after every launch; new ones start there.
+    # Grown in powers of two, so rarely. Counters return to zero after every launch; new ones start there. What is replaced is kept:
+    # launches under way, and graphs, may still use it.
     floats, counters = (1 << (n - 1).bit_length() for n in (max(floats, 1 << 18), max(counters, 1 << 12)))
-    found = _workspaces[key] = _allocate(device, floats, counters)
+    if found is not None:
+        _retired.append(found)
+    found = _workspaces[key] = _allocate_to_keep(device, floats, counters)
     old = _workspaces.get((index, -1))
     if old is None or old.floats < floats or old.n_counters < counters:
         if old is not None:
-            _retired.append(old)  # graphs may still use it
-        _workspaces[index, -1] = _allocate(device, floats, counters)
-        torch.cuda.current_stream(device).synchronize()  # its zeros must be there before another stream's replay
+            _retired.append(old)
+        _workspaces[index, -1] = _allocate_to_keep(device, floats, counters)
     return found
