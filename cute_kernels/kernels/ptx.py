@@ -339,13 +339,6 @@ def special(name: str, *, loc=None, ip=None) -> Int32:
 
 # ---- bulk copies ------------------------------------------------------------------------------------------------------
 @dsl_user_op
-def mbar_init(bar, *, loc=None, ip=None) -> None:
-    """A barrier in shared memory (32-bit address) that completes when one thread has arrived and all announced bytes are here;
-    visible to the copy engine afterwards."""
-    _asm("mbarrier.init.shared.b64 [$0], 1;\nfence.mbarrier_init.release.cluster;", "", [_v(bar, loc, ip)], "r", True, loc, ip)
-
-
-@dsl_user_op
 def mbar_expect(bar, size: int, *, loc=None, ip=None) -> None:
     """Arrive and announce `size` bytes."""
     _asm(f"mbarrier.arrive.expect_tx.shared.b64 _, [$0], {size};", "", [_v(bar, loc, ip)], "r", True, loc, ip)
@@ -358,18 +351,3 @@ def mbar_wait(bar, parity, *, loc=None, ip=None) -> None:
         "{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared.b64 p, [$0], $1;\n@!p bra wait;\n}",
         "", [_v(bar, loc, ip), _v(parity, loc, ip)], "r,r", True, loc, ip,
     )  # fmt: skip
-
-
-@dsl_user_op
-def bulk_copy(to, addr, size: int, bar, *, loc=None, ip=None) -> None:
-    """`size` bytes (a multiple of 16) of global to shared memory by the copy engine, counted by the barrier."""
-    _asm(
-        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];",
-        "", [_v(to, loc, ip), _v(addr, loc, ip), _v(bar, loc, ip)], "r,l,r", True, loc, ip,
-    )  # fmt: skip
-
-
-@dsl_user_op
-def prefetch_l2(addr, size, *, loc=None, ip=None) -> None:
-    """A hint to bring `size` bytes (a multiple of 16) into the L2 cache."""
-    _asm("cp.async.bulk.prefetch.L2.global [$0], $1;", "", [_v(addr, loc, ip), _v(size, loc, ip)], "l,r", True, loc, ip)
