@@ -229,7 +229,7 @@ def judge(subject: Subject, mutant: Mutant) -> str:
 def reason(subject: Subject, ptx: str, mutant: Mutant) -> str:
     """Why a survivor is equivalent, if the subject says so."""
     lines = ptx.split("\n")
-    around = "\n".join(lines[max(0, mutant.line - 12) : mutant.line + 8])
+    around = f"{mutant.what}: " + "\n".join(lines[max(0, mutant.line - 24) : mutant.line + 8])
     for rule, pattern, why in subject.equivalent:
         here = re.search(pattern, f"{mutant.what}: {mutant.before}")
         if rule == mutant.rule and (here or re.search(pattern, around)):
@@ -264,6 +264,9 @@ def sparse_prefill() -> Subject:
         ("descriptor", r"base[+-]1: mov.b64 a", "S is not swizzled: its base offset is not used"),
         ("alloc", r"gone: tcgen05.relinquish", "each CTA allocates once, and no other CTA fits beside it"),
         ("tma", r"twice: \S*global.shared", "the same bytes are stored twice"),
+        ("fence", r"fence\.mbarrier_init", "no access to tensor memory lies before the first cluster barrier"),
+        # s_full(i) in the loop: scores(i + 2) have waited for p_empty(i + 1), which every softmax warp signals after s_full(i)
+        ("wait", r"skipped(?s:.)*setp\.ne\.b32\s+%p\d+, %r\d+, 3;", "implied by p_empty of the next sub-block"),
         ("wait-tmem", r"gone: tcgen05.wait::ld", "its registers are read at once; a later wait::ld precedes the release"),
     ]
     return Subject("sm_100a", right, sm_count=2, entry="sparse", equivalent=equivalent)
