@@ -386,3 +386,14 @@ def test_what_the_mask_costs():
         few, many = (softmax_instructions(counts(576, n, seed=1, **options)[1]) for n in (2, 4))
         per_block[name] = (many - few) / 2 / 8  # 8 softmax warps in the pair
     assert per_block["masked"] - per_block["plain"] <= 1, per_block
+
+
+# ---------------------------------------------------------------------------------------------------- faults
+@full
+def test_a_sample_of_generated_faults_is_caught(capsys):
+    """tools/kernel_mutants.py judges all of them (docs/measurements_sparse_prefill.md); here six."""
+    spec = importlib.util.spec_from_file_location("kernel_mutants", TOOL.with_name("kernel_mutants.py"))
+    tool = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.main(["sparse_prefill", "--rule", "^(commit|expect|fence)$", "--limit", "6"]) == 0
+    assert " 0 survived" in capsys.readouterr().out
