@@ -315,8 +315,8 @@ def decode() -> Subject:
 
 
 def prefill() -> Subject:
-    """Blackwell active_attention, many rows: two row tiles, of which one is cut, over four key tiles, of which one is cut."""
-    return _active_attention(60, [450], None, "prefill")
+    """Blackwell active_attention, many rows: two row tiles, of which one is cut, over five key tiles: every slot is used twice."""
+    return _active_attention(60, [600], None, "prefill")
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {"sparse_prefill": sparse_prefill, "decode": decode, "prefill": prefill}
