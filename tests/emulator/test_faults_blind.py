@@ -122,16 +122,20 @@ REPORTED = [
      {"eager": (RAW, "tcgen05.mma"), "lazy": (RAW, "tcgen05.mma"), "random": ("deadlock", "WAIT_EMPTY:")}),
     ("gemm_tma", "no fence after mbarrier.init", [(INIT_FENCE, "")], ("mbarrier-init-fence", "[%a_at], [%ma")),
     ("gemm_tma", "instruction descriptor of N = 128", [("0x08100490", "0x08200490")], ("tmem-unallocated", "tcgen05.mma")),
-    ("gemm_tma", "K step of 64 bytes for B", [("    add.u32 %lo_b, %lo_b, 2;\n", "    add.u32 %lo_b, %lo_b, 4;\n")], (RAW, "tcgen05.mma")),
+    ("gemm_tma", "K step of 64 bytes for B", [("    add.u32 %lo_b, %lo_b, 2;\n", "    add.u32 %lo_b, %lo_b, 4;\n")],
+     (RAW, "tcgen05.mma")),
     ("gemm_tma", "epilogue does not wait for done",
      [("    mbarrier.try_wait.parity.shared::cta.b64 %ok, [%done], 0;\n    @!%ok bra WAIT_DONE;\n", "")],
      ("race-read-after-write-tmem", "tcgen05.ld")),
     ("gemm_tma", "no fence.proxy.async before the TMA store", [(PROXY_FENCE, "")], ("proxy-fence", TMA_STORE)),
     ("gemm_tma", "no barrier before the TMA store", [(PROXY_FENCE + TMEM_SYNC, PROXY_FENCE)], (RAW, TMA_STORE)),
-    ("gemm_tma", "exit without waiting for the store", [("    cp.async.bulk.wait_group 0;\n", "")], ("bulk-store-at-exit", TMA_STORE)),
-    ("gemm_tma", "no dealloc", [("    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %tmem, 64;\n", "")], ("tmem-leak", "tcgen05.alloc")),
+    ("gemm_tma", "exit without waiting for the store", [("    cp.async.bulk.wait_group 0;\n", "")],
+     ("bulk-store-at-exit", TMA_STORE)),
+    ("gemm_tma", "no dealloc", [("    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %tmem, 64;\n", "")],
+     ("tmem-leak", "tcgen05.alloc")),
     # Two rings of mbarriers, bulk copies in and out.
-    ("ring", "stage released before it is read", [(RELEASE, ""), (ADD_READ, RELEASE + ADD_READ)], (WAR, "cp.async.bulk.shared::cluster")),
+    ("ring", "stage released before it is read", [(RELEASE, ""), (ADD_READ, RELEASE + ADD_READ)],
+     (WAR, "cp.async.bulk.shared::cluster")),
     ("ring", "empty[0] counts threads, warps arrive", [("[%bars+24], 4;", "[%bars+24], 128;")], ("deadlock", "EMPTY:")),
     ("ring", "empty[1] counts one warp of four", [("[%bars+32], 4;", "[%bars+32], 1;")], ("deadlock", "EMPTY:")),
     ("ring", "drained before the store has read", [("    cp.async.bulk.wait_group.read 0;\n", "")], (WAR, "st.shared.v4.f32")),
@@ -141,13 +145,15 @@ REPORTED = [
      {"eager": ("uninitialised-shared", "cp.async.bulk.global"), "lazy": (RAW, "cp.async.bulk.global"),
       "random": (RAW, "cp.async.bulk.global")}),
     # A cluster of four: st.async into inboxes, DSMEM reads.
-    ("softmax", "exit while peers read my sum", [("%v3};\n" + CLUSTER_SYNC, "%v3};")], ("dsmem-after-exit", "ld.shared::cluster.f32")),
+    ("softmax", "exit while peers read my sum", [("%v3};\n" + CLUSTER_SYNC, "%v3};")],
+     ("dsmem-after-exit", "ld.shared::cluster.f32")),
     ("softmax", "expect_tx of one maximum", [("[%bar], 16;", "[%bar], 4;")], (RAW, "[%base+64]")),
     ("softmax", "CTA barrier where the cluster's is meant", [("INITIALISED:\n" + CLUSTER_SYNC, "INITIALISED:\n    bar.sync 0;")],
      ("mbarrier-init-race", "st.async")),
     ("softmax", "no cluster barrier before the gather", [("[%base+96], %m;\n" + CLUSTER_SYNC, "[%base+96], %m;")],
      (RAW, "ld.shared::cluster.f32")),
-    ("softmax", "scratch reused without a barrier", [("%m, %m, %w;\n    bar.sync 0;\n", "%m, %m, %w;\n")], (WAR, "st.shared.f32 [%t], %m")),
+    ("softmax", "scratch reused without a barrier", [("%m, %m, %w;\n    bar.sync 0;\n", "%m, %m, %w;\n")],
+     (WAR, "st.shared.f32 [%t], %m")),
     # wgmma in a cluster of two, B multicast.
     ("gemm_cluster", "empty[0] without the peer's consumers", [("[%bars+24], 256;", "[%bars+24], 128;")],
      {"eager": (WAR, "multicast"), "lazy": ("mbarrier-underflow", "expect_tx"), "random": ("mbarrier-underflow", "expect_tx")}),
@@ -162,7 +168,8 @@ REPORTED = [
     ("gemm_cluster", "no wgmma.fence", [("    wgmma.fence.sync.aligned;\n", "")], ("wgmma-fence", "wgmma.mma_async")),
     ("gemm_cluster", "no fence after mbarrier.init", [(INIT_FENCE, "")], ("mbarrier-init-fence", "[%ma, {%u, %w}]")),
     # A through tensor memory.
-    ("mma_ts", "no tcgen05.wait::st", [("    tcgen05.wait::st.sync.aligned;\n", "")], ("race-read-after-write-tmem", "tcgen05.mma")),
+    ("mma_ts", "no tcgen05.wait::st", [("    tcgen05.wait::st.sync.aligned;\n", "")],
+     ("race-read-after-write-tmem", "tcgen05.mma")),
     ("mma_ts", "no fence.proxy.async for B", [(PROXY_FENCE, "")], ("proxy-fence", "tcgen05.mma")),
     ("mma_ts", "A read 32 columns too low", [("%ta, %tmem, 64;", "%ta, %tmem, 32;")], ("uninitialised-tmem", "tcgen05.mma")),
     # cp.async, DSMEM, named barriers, wgmma with A in registers.
@@ -170,7 +177,8 @@ REPORTED = [
     ("cp_async_ring", "no empty groups at the tail",
      [("FILLED:\n    cp.async.commit_group;\n", "FILLED:\n"), ("1024;\nFILLED:", "1024;\n    cp.async.commit_group;\nFILLED:")],
      (RAW, "ld.shared.v4.f32")),
-    ("cp_async_ring", "no barrier in the loop", [("wait_group 1;\n    bar.sync 0;\n", "wait_group 1;\n")], (RAW, "ld.shared.v4.f32")),
+    ("cp_async_ring", "no barrier in the loop", [("wait_group 1;\n    bar.sync 0;\n", "wait_group 1;\n")],
+     (RAW, "ld.shared.v4.f32")),
     ("cluster_swap", "exit while the peer reads my board", [("[%py], %w;\n" + CLUSTER_SYNC, "[%py], %w;")],
      ("dsmem-after-exit", "ld.shared::cluster.f32")),
     ("cluster_swap", "mail counts one warp of two", [("[%bar], 64;", "[%bar], 32;")], ("deadlock", "WAIT:")),
@@ -179,14 +187,16 @@ REPORTED = [
      {"eager": (RAW, "ld.shared.u32"), "lazy": (RAW, "ld.shared.u32"), "random": (WAR, "st.shared.u32")}),
     ("roles", "barrier 2 counts the consumers only", [("bar.sync 2, 384;", "bar.sync 2, 256;")], (RAW, "ld.shared.u32")),
     ("wgmma_rs", "no fence.proxy.async for B", [(PROXY_FENCE, "")], ("proxy-fence", "wgmma.mma_async")),
-    ("wgmma_rs", "results stored before wait_group", [("    wgmma.wait_group.sync.aligned 0;\n", "")], ("wgmma-register", "st.global.v2.f32")),
+    ("wgmma_rs", "results stored before wait_group", [("    wgmma.wait_group.sync.aligned 0;\n", "")],
+     ("wgmma-register", "st.global.v2.f32")),
 ]  # fmt: skip
 
 WAIT_LD = ("gemm_tma", [("    tcgen05.wait::ld.sync.aligned;\n", "")])
 SILENT = [
     ("gemm_tma", "64B swizzle in the descriptor of 128B tiles", [("0x40004040", "0x80004040")],
      "only the numbers are wrong: the bytes it reads are written and ordered (a known gap)"),
-    (WAIT_LD[0], "no tcgen05.wait::ld", WAIT_LD[1], "forgiven by default, where a register of the load is read; strict reports the dealloc"),
+    (WAIT_LD[0], "no tcgen05.wait::ld", WAIT_LD[1],
+     "forgiven by default, where a register of the load is read; strict reports the dealloc"),
     ("ring", "no warp sync before the leader releases", [("    bar.warp.sync 0xffffffff;\n    @%leader", "    @%leader")],
      "the numbers are right too: the lanes of a warp are one actor"),
     ("softmax", "no fence after mbarrier.init", [(INIT_FENCE, "")],
@@ -219,7 +229,8 @@ def test_reported(name, what, edits, expected):
 
 
 @pytest.mark.parametrize(
-    "name, edits", [pytest.param(m[0], m[2], id=f"{m[0]}: {m[1]}", marks=pytest.mark.xfail(strict=True, reason=m[3])) for m in SILENT]
+    "name, edits",
+    [pytest.param(m[0], m[2], id=f"{m[0]}: {m[1]}", marks=pytest.mark.xfail(strict=True, reason=m[3])) for m in SILENT],
 )
 def test_not_reported(name, edits):
     assert any(launch(name, edits, schedule)[0].hazards for schedule in SCHEDULES)
