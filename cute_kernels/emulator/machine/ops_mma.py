@@ -116,7 +116,7 @@ def _mma_async(ins: Instr):
             for k, x in enumerate(warps):
                 x.regs.w[d_regs] = new[:, 32 * k : 32 * k + 32]
 
-        o = AsyncOp("wgmma", ins, w, ("wgmma", w.index // 4, w.actor // 4, w.cta.cluster.uid), effect)
+        o = AsyncOp("wgmma", ins, w, ("wgmma", w.cta, w.index // 4), effect)  # one order, whichever warp came last
         o.marks = marks
         for x in warps:
             x.wg_open.append(o)
