@@ -3,7 +3,7 @@
 #   tools/test.sh             under 10 minutes on 2 cores
 #   tools/test.sh --full      all shapes, schedules and faults; under 25 minutes (what CI runs)
 #   tools/test.sh --nightly   everything
-# Other arguments go to pytest.
+# Other arguments go to pytest. CUTE_KERNELS_TEST_WORKERS: processes (default 2; 0: in this one).
 set -euo pipefail
 . "$(dirname "$0")/venv.sh"
 use_venv test,inspect,integrations
@@ -20,6 +20,6 @@ for list in emulator integrations; do
 done
 start=$(date +%s)
 status=0
-"$venv/bin/python" -m pytest "$@" || status=$?
+"$venv/bin/python" -m pytest -n "${CUTE_KERNELS_TEST_WORKERS:-2}" --dist worksteal "$@" || status=$?
 echo "took $(( $(date +%s) - start )) s, exit status $status"
 exit "$status"
