@@ -77,12 +77,38 @@ def allocator(device: torch.device, emulated: bool) -> Callable[[tuple, tuple, t
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _profiling = torch._C._functorch.peek_interpreter_stack, torch.autograd._profiler_enabled
+_tracing = torch._C._get_tracing_state
 
 
 def unobserved() -> bool:
     """Whether a call with plain tensors would reach its kernel through torch's dispatcher unchanged and unseen: no tracing, no
     mode, no transform, no profiler. Then a Python function may call the implementation itself: 5 us less."""
-    return not (_is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None or _profiling())
+    return not (
+        _is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None or _profiling()
+        or _tracing() is not None
+    )  # fmt: skip
+
+
+def plain(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher would hand these on as they are: dense, on a CPU or a CUDA device, no subclass, nothing lazy."""
+    for t in tensors:
+        if t is not None and (
+            type(t) is not Tensor or not (t.is_cuda or t.is_cpu) or t.layout is not torch.strided or t.is_neg()
+            or t._is_zerotensor()
+        ):  # fmt: skip
+            return False
+    return True
+
+
+def count_writes(op: str, *tensors: Tensor) -> None:
+    """What torch's own in-place operations do to the tensors they write, and kernels do not: raise their version counters, so
+    that a backward pass which saved one of them fails instead of using the new contents; refuse inference tensors outside
+    that mode."""
+    for t in tensors:
+        if not t.is_inference():
+            torch.autograd.graph.increment_version(t)
+        elif not torch.is_inference_mode_enabled():
+            raise RuntimeError(f"{op}: Inplace update to inference tensor outside InferenceMode is not allowed")
 
 
 class Plans(dict):

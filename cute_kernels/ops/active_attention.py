@@ -146,6 +146,8 @@ def _run(op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window
     out = allocate(size, stride, q.dtype)
     lse = allocate(stat_size, stat_stride, torch.float32)
     if function is not None:
+        if k_new is not None:
+            c.count_writes(op, k_cache, v_cache)
         function(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse)
     dispatch.record(backend)
     return out, lse
@@ -169,9 +171,16 @@ def _fake(q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_lef
     return _empty_outputs(q)
 
 
+def _check_new(k_new, v_new) -> None:
+    for name, t in (("k_new", k_new), ("v_new", v_new)):
+        if t is None:  # which the dispatcher lets through as an undefined tensor
+            c.fail(_APPEND, name, "be a tensor", "None", TypeError)
+
+
 def _real_append(
     q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
 ):
+    _check_new(k_new, v_new)
     return _run(_APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
 
 
@@ -191,6 +200,7 @@ def _refuse_slab(k_cache: Tensor, v_cache: Tensor) -> None:
 def _fake_append(
     q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
 ):
+    _check_new(k_new, v_new)
     c.check_grad(_APPEND, q, k_cache, v_cache, attn_sink, k_new, v_new)
     if _SLAB_MISCOMPILES:
         _refuse_slab(k_cache, v_cache)
@@ -211,7 +221,7 @@ def _plain_options(sm_scale, causal, window_left, softcap, attn_sink) -> bool:
     """Whether the dispatcher would pass these on as they are."""
     return (
         (sm_scale is None or type(sm_scale) is float) and type(causal) is bool and type(window_left) is int
-        and type(softcap) is float and (attn_sink is None or type(attn_sink) is Tensor)
+        and type(softcap) is float and c.plain(attn_sink)
     )  # fmt: skip
 
 
@@ -257,9 +267,8 @@ def active_attention(
     """
     by_tensor = isinstance(kv_len, Tensor)
     if (
-        type(q) is Tensor and type(k_cache) is Tensor and type(v_cache) is Tensor
-        and (type(kv_len) is int or type(kv_len) is Tensor)
-        and _plain_options(sm_scale, causal, window_left, softcap, attn_sink) and c.unobserved()
+        c.unobserved() and c.plain(q, k_cache, v_cache, None if type(kv_len) is int else kv_len)
+        and _plain_options(sm_scale, causal, window_left, softcap, attn_sink)
     ):  # fmt: skip
         return _run(_OP, q, None, None, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
     return (_seq_lens if by_tensor else _int)(
@@ -292,10 +301,10 @@ def active_attention_append(
     before torch 2.13 wrongly, so that is a RuntimeError). Other arguments, results and errors as `active_attention`.
     """
     if (
-        type(q) is Tensor and type(k_new) is Tensor and type(v_new) is Tensor and type(k_cache) is Tensor
-        and type(v_cache) is Tensor and type(kv_len) is Tensor
-        and _plain_options(sm_scale, causal, window_left, softcap, attn_sink) and c.unobserved()
+        c.unobserved() and c.plain(q, k_new, v_new, k_cache, v_cache, kv_len)
+        and _plain_options(sm_scale, causal, window_left, softcap, attn_sink)
     ):  # fmt: skip
+        _check_new(k_new, v_new)
         return _run(_APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink)
     return _append(
         q, k_new, v_new, k_cache, v_cache, kv_len,

@@ -54,6 +54,12 @@ def _sizes(indices, s_kv, group_size, cu_seqlens_q, max_union):
     return n, BLOCK * ((u + BLOCK - 1) // BLOCK)
 
 
+def _check_boundaries(cu_seqlens_q: Tensor, s_q: int) -> None:
+    ends = cu_seqlens_q.tolist()
+    if ends[0] < 0 or ends[-1] > s_q or any(a > b for a, b in zip(ends, ends[1:])):
+        c.fail(_OP, "cu_seqlens_q", f"ascend within [0, s_q = {s_q}]", ends if len(ends) < 20 else f"{ends[:8]} ... {ends[-8:]}")
+
+
 _plans = c.Plans()
 
 
@@ -83,6 +89,8 @@ def _run(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union, padded
     strict = c.checking() or (target is None and device.type == "cpu")
     if strict and topk_length is not None:
         check_topk_length(_OP, topk_length, indices.shape[2])
+    if c.checking() and cu_seqlens_q is not None:
+        _check_boundaries(cu_seqlens_q, indices.shape[0])
     if plan is None:
         n, u = _sizes(indices, s_kv, group_size, cu_seqlens_q, max_union)
         arguments = dict(
@@ -135,10 +143,7 @@ _unpadded = torch.ops.cute_kernels.group_topk.unpadded
 def _direct(indices, s_kv, group_size, topk_length, cu_seqlens_q) -> bool:
     """Whether the dispatcher may be left out (see `unobserved`): it has neither a type to convert nor a tensor to hand on."""
     return (
-        type(indices) is Tensor and type(s_kv) is int and type(group_size) is int
-        and (topk_length is None or type(topk_length) is Tensor)
-        and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
-        and c.unobserved()
+        c.unobserved() and c.plain(indices, topk_length, cu_seqlens_q) and type(s_kv) is int and type(group_size) is int
     )  # fmt: skip
 
 

@@ -140,11 +140,14 @@ def _real(
     if plan is None:
         plan = _plans[key] = _plan(arguments, device, target)
     function, last, allocate, (out_size, out_stride, size, stride), backend = plan
+    given = out
     if out is None:
         out = allocate(out_size, out_stride, torch.bfloat16)
     max_logits = allocate(size, stride, torch.float32)
     lse = allocate(size, stride, torch.float32)
     if function is not None:
+        if given is not None:
+            c.count_writes(_OP, given)
         function(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, *last)
     dispatch.record(backend)
     return out, max_logits, lse
@@ -237,12 +240,8 @@ def sparse_prefill(
     """
     # Numbers of other types than the schema's are the dispatcher's to convert or refuse, tensors of other types to hand on.
     if (
-        out is None and type(q) is Tensor and type(kv) is Tensor and type(indices) is Tensor
-        and type(sm_scale) is float and type(d_v) is int
-        and (attn_sink is None or type(attn_sink) is Tensor)
-        and (topk_length is None or type(topk_length) is Tensor)
-        and (head_group_mask is None or type(head_group_mask) is Tensor)
-        and type(head_group_size) is int and c.unobserved()
+        c.unobserved() and out is None and type(sm_scale) is float and type(d_v) is int and type(head_group_size) is int
+        and c.plain(q, kv, indices, attn_sink, topk_length, head_group_mask)
     ):  # fmt: skip
         return _real(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
     args = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
