@@ -90,12 +90,9 @@ def test_malformed_request_bounds_stay_in_range():
 def test_21000_tokens_in_time():
     lists = torch.stack([torch.randperm(21000)[:2048] for _ in range(32)]).int()
     indices = lists[torch.arange(21000) % 32][:, None].contiguous()
-    seconds = []
-    while len(seconds) < 4 and min(seconds, default=10) >= 10:  # 0.4 s on 2 idle cores; other tests may run beside this one
-        start = time.perf_counter()
-        cute_kernels.group_topk(indices, 21000, 8)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 10, seconds
+    start = time.process_time()
+    cute_kernels.group_topk(indices, 21000, 8)
+    assert time.process_time() - start < 2 * 10  # 10 s of 2 cores (0.4 s when idle), whatever else runs on them
 
 
 # ---- grouped prefill ----
