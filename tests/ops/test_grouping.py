@@ -90,9 +90,14 @@ def test_malformed_request_bounds_stay_in_range():
 def test_21000_tokens_in_time():
     lists = torch.stack([torch.randperm(21000)[:2048] for _ in range(32)]).int()
     indices = lists[torch.arange(21000) % 32][:, None].contiguous()
-    start = time.process_time()
-    cute_kernels.group_topk(indices, 21000, 8)
-    assert time.process_time() - start < 2 * 10  # 10 s of 2 cores (0.4 s when idle), whatever else runs on them
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second one only spins while other tests take its core
+    try:
+        start = time.process_time()
+        cute_kernels.group_topk(indices, 21000, 8)
+        assert time.process_time() - start < 10  # 2 s; 0.4 s by the clock with two idle cores
+    finally:
+        torch.set_num_threads(threads)
 
 
 # ---- grouped prefill ----
