@@ -142,7 +142,7 @@ def planted_sparse() -> None:
 
     @kernel_builder("planted_sparse", archs=("sm_90a",))
     def build(config, arch):
-        return sparse_prefill._build(config, EarlyRead)
+        return sparse_prefill.build(config, EarlyRead, tensor_maps=False)
 
     args = make(Case(4, 64, 600, 450))
     config = sparse_prefill.Config(576, False, False, False, False, False)

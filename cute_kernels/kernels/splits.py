@@ -16,6 +16,11 @@ from typing import Any
 TIERS = (1024, 8192)  # up to the first: cap splits, up to the second: twice, beyond: four times as many
 
 
+def split_cap(kv_heads: int) -> int:
+    """Most splits of one sequence: enough CTAs for one sequence to use the GPU. Depends on the head count alone."""
+    return max(2, min(32, 64 // max(1, kv_heads)))
+
+
 def _ceil_div(n: Any, divisor: int) -> Any:
     """For n >= 0; a power of two becomes a shift (a DSL Int32 // rounds down, which costs several instructions)."""
     if divisor & (divisor - 1) == 0:

@@ -140,7 +140,7 @@ def test_every_choice_fits_shared_memory():
             for s, b in ((1, 1), (1, 99), (2, 1), (40, 99)):
                 q, k = torch.empty(b, group, s, d, dtype=torch.bfloat16, device="meta"), torch.empty(b, 1, 9, d, device="meta")
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("cute_kernels.kernels.sm90.decode._aligned", lambda *tensors: True)  # no addresses
+                    patch.setattr("cute_kernels.kernels.sm90.decode.aligned", lambda *tensors: True)  # no addresses
                     variant = choose(q, k, k, 9, True, -1, 0.0, None, None, None)._asdict()
                 del variant["ctas"]
                 more = {"stages": 3} if variant["warps"] == 4 and d <= 128 else {}

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
+from cute_kernels.kernels.attention_arguments import aligned, unsupported
 from cute_kernels.kernels.sm100 import prefill
-from cute_kernels.kernels.splits import split_bound, split_count
+from cute_kernels.kernels.splits import split_bound, split_cap, split_count
 from cute_kernels.kernels.workspace import workspace
 
 ARCHS = ("sm_100a", "sm_103a")
 LOG2E = 1.4426950408889634
 TILE = 128  # keys, as decode_kernel.TILE
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Variant(NamedTuple):
@@ -56,31 +56,13 @@ def can_implement(
     v_new: Tensor | None = None,
 ) -> str | None:
     """None, or why this case has no kernel here (arguments as `cute_kernels.active_attention`, already checked)."""
-    if q.dtype not in _DTYPES:
-        return f"dtype must be bfloat16 or float16, not {q.dtype}"
-    d = q.shape[3]
-    if d % 8 or not 16 <= d <= 256:
-        return f"the head dimension must be a multiple of 8 from 16 to 256, not {d}"
-    if max(k_cache.shape[0], k_cache.shape[1]) > 65535:
-        return f"batch size and KV heads must be at most 65535, not {k_cache.shape[0]} and {k_cache.shape[1]}"
+    reason = unsupported(q, k_cache)
+    if reason is not None:
+        return reason
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if any(stride >= 1 << 39 for stride, size in zip(x.stride(), x.shape) if size > 1):
             return f"strides of {name} must be below 2**39 elements (a tensor map holds 40 bits of bytes), not {x.stride()}"
     return None
-
-
-def split_cap(kv_heads: int) -> int:
-    """Most splits of one sequence: enough CTAs for one sequence to use the GPU. Depends on the head count alone."""
-    return max(2, min(32, 64 // max(1, kv_heads)))
-
-
-def _aligned(*tensors: Tensor | None) -> bool:
-    """Every row starts at a multiple of 16 bytes (strides of dimensions of size 1 do not matter)."""
-    for x in tensors:
-        if x is not None:
-            if x.data_ptr() & 15 or any(st & 7 and n > 1 for st, n in zip(x.stride()[:3], x.shape)):
-                return False
-    return True
 
 
 def choose(
@@ -100,7 +82,7 @@ def choose(
         single_token=s == 1,
         n=n,
         split_cap=split_cap(kv_heads),
-        wide=_aligned(q, k_cache, v_cache, k_new, v_new),
+        wide=aligned(q, k_cache, v_cache, k_new, v_new),
         causal=causal,
         window=window_left >= 0,
         softcap=softcap > 0.0,
@@ -157,7 +139,7 @@ class _Plan:
             self.wide(*arguments)
         except ValueError:
             # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
-            if _aligned(*rows):
+            if aligned(*rows):
                 raise
             self.builder(self.variant._replace(wide=False), self.target)(*arguments)
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
+from cute_kernels.kernels.attention_arguments import aligned, unsupported
 from cute_kernels.kernels.sm90 import prefill
-from cute_kernels.kernels.splits import split_bound, split_count
+from cute_kernels.kernels.splits import split_bound, split_cap, split_count
 from cute_kernels.kernels.workspace import workspace
 
 ARCH = "sm_90a"
 LOG2E = 1.4426950408889634
-_DTYPES = (torch.bfloat16, torch.float16)
 # Below so many (batch row, KV head) pairs two ring slots a warp are faster, from there on one, which lets a fourth CTA run on each
 # SM (1024 keys, batch 1: 5.13 against 5.60 us; batch 8: 13.8 against 12.8). The arithmetic is the same, instruction by instruction.
 FEW = 64
@@ -73,34 +73,13 @@ def can_implement(
     v_new: Tensor | None = None,
 ) -> str | None:
     """None, or why this case has no kernel here (arguments as `cute_kernels.active_attention`, already checked)."""
-    if q.dtype not in _DTYPES:
-        return f"dtype must be bfloat16 or float16, not {q.dtype}"
-    d = q.shape[3]
-    if d % 8 or not 16 <= d <= 256:
-        return f"the head dimension must be a multiple of 8 from 16 to 256, not {d}"
-    if max(k_cache.shape[0], k_cache.shape[1]) > 65535:
-        return f"batch size and KV heads must be at most 65535, not {k_cache.shape[0]} and {k_cache.shape[1]}"
+    reason = unsupported(q, k_cache)
+    if reason is not None:
+        return reason
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k_new", k_new), ("v_new", v_new)):
         if x is not None and x.stride(2) >= 1 << 30:
             return f"the row stride of {name} must be below 2**30 elements, not {x.stride(2)}"
     return None
-
-
-def split_cap(kv_heads: int) -> int:
-    """Most splits of one sequence: enough CTAs for one sequence to use the GPU. Depends on the head count alone."""
-    return max(2, min(32, 64 // max(1, kv_heads)))
-
-
-def _aligned(*tensors: Tensor | None) -> bool:
-    """Every row starts at a multiple of 16 bytes (strides of dimensions of size 1 do not matter)."""
-    for x in tensors:
-        if x is not None:
-            s0, s1, s2, _ = x.stride()
-            if x.data_ptr() & 15:
-                return False
-            if (s0 | s1 | s2) & 7 and any(st & 7 and n > 1 for st, n in zip((s0, s1, s2), x.shape)):
-                return False
-    return True
 
 
 def choose(
@@ -123,7 +102,7 @@ def choose(
         # 10.7 against 12.0 us). One token is better off with less to start and to merge (400 keys: 4.36 against 4.69).
         warps=4 if s == 1 else 8,
         split_cap=split_cap(kv_heads) if s == 1 else split_cap(kv_heads) // 2,
-        wide=_aligned(q, k_cache, v_cache, k_new, v_new),
+        wide=aligned(q, k_cache, v_cache, k_new, v_new),
         causal=causal,
         window=window_left >= 0,
         softcap=softcap > 0.0,
@@ -242,7 +221,7 @@ class _Plan:
             run(q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new, *last)
         except ValueError:
             # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
-            if _aligned(q, k_cache, v_cache, k_new, v_new):
+            if aligned(q, k_cache, v_cache, k_new, v_new):
                 raise
             run = decode_kernel(kind._replace(wide=False), self.target)
             run(q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new, *last)

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
+from cute_kernels.kernels.sparse_arguments import D_QK, D_V, build, unsupported
 
 ARCH = "sm_90a"
-D_QK = (512, 576)
-D_V = 512
 MAX_GRID = 2**31 - 1
 
 
@@ -43,13 +42,9 @@ def can_implement(
     head_group_size: int = 16,
 ) -> str | None:
     """None if the kernel takes these arguments (already checked by the operator), else the reason why not."""
-    s_q, h_q, d_qk = q.shape
-    if d_qk not in D_QK or d_v != D_V:
-        return f"d_qk must be 576 or 512 and d_v 512, got {d_qk} and {d_v}"
-    if h_q > 128:
-        return f"at most 128 heads, got {h_q}"
-    if s_q * 2 >= 2**31:
-        return f"s_q must be below 2**30, got {s_q}"
+    reason = unsupported(q, d_v, 2**30)
+    if reason is not None:
+        return reason
     for name, t in (("q", q), ("kv", kv)):
         if t.data_ptr() % 16 or any(t.stride(i) % 8 for i in range(2) if t.shape[i] > 1):
             return f"{name} rows must start at multiples of 16 bytes"
@@ -75,33 +70,6 @@ def config_of(
     )
 
 
-def _build(config: Config, kernel_class: type) -> tuple[Any, tuple]:
-    """The jit function and its fake arguments: every size and stride is a run-time value."""
-    import cutlass.cute as cute
-    from cutlass import BFloat16, Float32, Int32, Uint8
-
-    def tensor(dtype, shape, align):
-        strides = tuple(cute.sym_int64() for _ in shape[:-1]) + (1,)
-        return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
-
-    s_q, h_q, topk = cute.sym_int(), cute.sym_int(), cute.sym_int()
-    return kernel_class(**config._asdict()), (
-        tensor(BFloat16, (s_q, h_q, config.d_qk), 16),
-        tensor(BFloat16, (cute.sym_int(), 1, config.d_qk), 16),
-        tensor(Int32, (s_q, 1, topk), 4),
-        tensor(BFloat16, (s_q, h_q, D_V), 16),
-        tensor(Float32, (s_q, h_q), 4),
-        tensor(Float32, (s_q, h_q), 4),
-        tensor(Float32, (h_q,), 4) if config.has_sink else None,
-        tensor(Int32, (s_q,), 4) if config.has_length else None,
-        tensor(Uint8, (s_q, cute.sym_int(), 128), 16) if config.has_mask else None,
-        Float32(1.0),
-        Int32(0),
-        Int32(0),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-
-
 def _variants(arch: str) -> tuple[Config, ...]:
     """What warm-up compiles, for both d_qk: plain, with a length, with length and sink, with a mask of large or small groups."""
     optional = ((False, False, False, False), (True, False, False, False), (True, True, False, False))
@@ -113,7 +81,7 @@ def _variants(arch: str) -> tuple[Config, ...]:
 def sparse_prefill_kernel(config: Config, arch: str) -> tuple[Any, tuple]:
     from cute_kernels.kernels.sm90.sparse_kernel import SparsePrefillSm90
 
-    return _build(config, SparsePrefillSm90)
+    return build(config, SparsePrefillSm90, tensor_maps=False)
 
 
 _functions: dict[tuple[Config, str], Any] = {}
