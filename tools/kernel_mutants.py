@@ -3,13 +3,15 @@
 
     python tools/kernel_mutants.py sparse_prefill            every executed site, every rule
     python tools/kernel_mutants.py sparse_prefill --rule commit --limit 5 --show
+    python tools/kernel_mutants.py sparse_prefill --jobs 16 --seconds 600 --json sparse.json
     python tools/kernel_mutants.py --list
 
 A fault is one edit of one PTX line: a barrier, fence, commit, wait or TMA instruction deleted, its count, parity, byte number or
 CTA mask off by one, or one field of a matrix or instruction descriptor off by one (RULES below). Every line that the unmutated
 kernel executes is a site. A mutant is caught when the launch ends in an error (deadlock, illegal operand), when a hazard is
 reported, or when the results are wrong; it is tried under the lazy, a random and the eager schedule until one of them tells.
-What survives is printed with its line, and with the reason where a subject lists it as equivalent.
+What survives is printed with its line, and with the reason where a subject lists it as equivalent. The mutants are judged in a
+scattered order, so that what --seconds lets through is a fair sample of all of them.
 
 To add a kernel: write a function that returns a `Subject` and put it into SUBJECTS. No GPU is needed.
 """
@@ -19,11 +21,14 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import hashlib
 import importlib.util
 import json
+import multiprocessing
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +37,7 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = (("lazy", 0), ("random", 1), ("eager", 0))
-TIMEOUT = 120  # seconds of one run; a mutant that takes longer counts as caught (it hangs)
+TIMEOUT = 120  # seconds; a mutant's run that takes longer, and ten times longer than the unmutated one, counts as caught (it hangs)
 
 
 @dataclass
@@ -176,8 +181,8 @@ def _alarm(signum, frame):
     raise Hang
 
 
-def run(subject: Subject, schedule: str, seed: int, mutant: Mutant | None = None):
-    """(what told, the emulation): "" if nothing did."""
+def run(subject: Subject, schedule: str, seed: int, mutant: Mutant | None = None, timeout: int = 0):
+    """(what told, the emulation): "" if nothing did. No limit of time unless `timeout` says how many seconds."""
     from cute_kernels.emulator import EmulationError, emulate
     from cute_kernels.emulator.host.backend import run_on_machine
     from cute_kernels.emulator.machine import engine
@@ -198,7 +203,7 @@ def run(subject: Subject, schedule: str, seed: int, mutant: Mutant | None = None
         return run_on_machine(emulation, capture)
 
     signal.signal(signal.SIGALRM, _alarm)
-    signal.alarm(TIMEOUT)
+    signal.alarm(timeout)
     try:
         with patched, emulate(
             subject.arch, schedule=schedule, seed=seed, checks=subject.checks, sm_count=subject.sm_count, backend=backend
@@ -217,13 +222,52 @@ def run(subject: Subject, schedule: str, seed: int, mutant: Mutant | None = None
     return ("" if right else "wrong result"), emulation
 
 
-def judge(subject: Subject, mutant: Mutant) -> str:
+def judge(subject: Subject, mutant: Mutant, timeout: int) -> str:
     """How the mutant was caught, or ""."""
     for schedule, seed in SCHEDULES:
-        told, _ = run(subject, schedule, seed, mutant)
+        told, _ = run(subject, schedule, seed, mutant, timeout)
         if told:
             return told
     return ""
+
+
+def judge_all(subject: Subject, every: list[Mutant], timeout: int, jobs: int, deadline: float):
+    """(mutant, how it was caught) as each is judged, by `jobs` processes that inherit the compiled kernel.
+
+    None is begun after `deadline`."""
+    if jobs == 1:
+        for mutant in every:
+            if time.time() < deadline:
+                yield mutant, judge(subject, mutant, timeout)
+        return
+    context = multiprocessing.get_context("fork")  # the subject holds tensors and closures: nothing of it has to be pickled
+    todo, done = context.SimpleQueue(), context.SimpleQueue()
+
+    def work():
+        import torch
+
+        torch.set_num_threads(1)
+        while (i := todo.get()) is not None:
+            try:
+                told = judge(subject, every[i], timeout) if time.time() < deadline else None
+            except BaseException as error:  # the parent raises it
+                done.put((i, error))
+                raise
+            done.put((i, told))
+
+    workers = [context.Process(target=work, daemon=True) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    feeder = threading.Thread(target=lambda: [todo.put(i) for i in [*range(len(every)), *[None] * jobs]], daemon=True)
+    feeder.start()
+    for _ in every:
+        i, told = done.get()
+        if isinstance(told, BaseException):
+            raise RuntimeError(f"the run of {every[i]} failed") from told
+        if told is not None:
+            yield every[i], told
+    for worker in workers:
+        worker.join()
 
 
 def reason(subject: Subject, ptx: str, mutant: Mutant) -> str:
@@ -329,6 +373,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rule", default="", help="only rules that match this regular expression")
     parser.add_argument("--line", type=int, default=0, help="only this PTX line")
     parser.add_argument("--limit", type=int, default=0, help="at most so many mutants, spread over all of them")
+    parser.add_argument("--jobs", type=int, default=1, help="judge in so many processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant later than this")
     parser.add_argument("--show", action="store_true", help="print every mutant as it is judged")
     parser.add_argument("--json", default="", help="write all verdicts to this file")
     options = parser.parse_args(argv)
@@ -338,22 +384,26 @@ def main(argv: list[str] | None = None) -> int:
     subject = SUBJECTS[options.kernel]()
     start = time.time()
     executed: set[int] = set()
+    longest = 0.0
     for schedule, seed in SCHEDULES:
         told, emulation = run(subject, schedule, seed)
         if told:
             print(f"the unmutated kernel fails under {schedule}: {told}")
             return 1
         (index,) = [i for i, c in enumerate(emulation.captures) if re.search(subject.entry, c.entry)]
-        executed |= {line for line, n in emulation.launches[index].counters.lines.items() if n}
+        launch = emulation.launches[index]
+        executed |= {line for line, n in launch.counters.lines.items() if n}
+        longest = max(longest, launch.wall_seconds)
     ptx = emulation.captures[index].ptx
     every = [m for m in mutants(ptx, executed) if re.search(options.rule, m.rule) and options.line in (0, m.line)]
     idle = len(mutants(ptx)) - len(mutants(ptx, executed))
     if options.limit and len(every) > options.limit:
         every = [every[i * len(every) // options.limit] for i in range(options.limit)]
-    print(f"{len(every)} mutants; {idle} more on lines that this subject does not execute", flush=True)
+    every.sort(key=lambda m: hashlib.sha256(f"{m.line} {m.rule} {m.what}".encode()).digest())
+    print(f"{len(every)} mutants; {idle} more on lines that this subject does not execute; {longest:.1f} s a run", flush=True)
     verdicts = []
-    for mutant in every:
-        told = judge(subject, mutant)
+    timeout = max(TIMEOUT, int(10 * longest))
+    for mutant, told in judge_all(subject, every, timeout, options.jobs, start + options.seconds):
         why = "" if told else reason(subject, ptx, mutant)
         verdicts.append({**dataclasses.asdict(mutant), "caught": told, "equivalent": why})
         if options.show or not told:
@@ -361,6 +411,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"line {mutant.line} {mutant.rule} {mutant.what}: {verdict}: {mutant.before}", flush=True)
         if options.json:
             Path(options.json).write_text(json.dumps(verdicts, indent=1))
+    if len(verdicts) < len(every):
+        print(f"out of time: {len(every) - len(verdicts)} of {len(every)} not judged")
     by_rule = collections.defaultdict(lambda: [0, 0, 0])
     for v in verdicts:
         by_rule[v["rule"]][0] += 1
