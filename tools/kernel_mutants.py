@@ -377,6 +377,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant later than this")
     parser.add_argument("--show", action="store_true", help="print every mutant as it is judged")
     parser.add_argument("--json", default="", help="write all verdicts to this file")
+    parser.add_argument("--resume", default="", help="take over this file's verdicts on the same PTX lines")
     options = parser.parse_args(argv)
     if options.list or not options.kernel:
         print("\n".join(f"{name}: {make.__doc__}" for name, make in SUBJECTS.items()))
@@ -400,8 +401,17 @@ def main(argv: list[str] | None = None) -> int:
     if options.limit and len(every) > options.limit:
         every = [every[i * len(every) // options.limit] for i in range(options.limit)]
     every.sort(key=lambda m: hashlib.sha256(f"{m.line} {m.rule} {m.what}".encode()).digest())
-    print(f"{len(every)} mutants; {idle} more on lines that this subject does not execute; {longest:.1f} s a run", flush=True)
+    total = len(every)
+    print(f"{total} mutants; {idle} more on lines that this subject does not execute; {longest:.1f} s a run", flush=True)
     verdicts = []
+    if options.resume:
+        names = [f.name for f in dataclasses.fields(Mutant)]
+        known = {Mutant(*map(v.get, names)): v["caught"] for v in json.loads(Path(options.resume).read_text())}
+        for m in (old := [m for m in every if m in known]):
+            why = "" if known[m] else reason(subject, ptx, m)
+            verdicts.append({**dataclasses.asdict(m), "caught": known[m], "equivalent": why})
+        every = [m for m in every if m not in known]
+        print(f"{len(old)} judged before", flush=True)
     timeout = max(TIMEOUT, int(10 * longest))
     for mutant, told in judge_all(subject, every, timeout, options.jobs, start + options.seconds):
         why = "" if told else reason(subject, ptx, mutant)
@@ -411,8 +421,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"line {mutant.line} {mutant.rule} {mutant.what}: {verdict}: {mutant.before}", flush=True)
         if options.json:
             Path(options.json).write_text(json.dumps(verdicts, indent=1))
-    if len(verdicts) < len(every):
-        print(f"out of time: {len(every) - len(verdicts)} of {len(every)} not judged")
+    if left := total - len(verdicts):
+        print(f"out of time: {left} of {total} not judged")
     by_rule = collections.defaultdict(lambda: [0, 0, 0])
     for v in verdicts:
         by_rule[v["rule"]][0] += 1
