@@ -4,9 +4,11 @@ import pytest
 import torch
 from integrations import fish
 from integrations.fish import needs_fish_speech
+from torch.overrides import TorchFunctionMode
 
 import cute_kernels
-from cute_kernels.integrations.fish_speech import restore_attention, use_active_attention
+from cute_kernels.integrations import fish_speech_graph
+from cute_kernels.integrations.fish_speech import cuda_graph_step, restore_attention, use_active_attention
 
 pytestmark = needs_fish_speech
 
@@ -208,3 +210,62 @@ def test_compiles_to_one_graph():
     got = run(ours, torch.compile(step, backend=backend, fullgraph=True, dynamic=False))
     assert len(graphs) == 1
     assert torch.allclose(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+def sampled(model, tokens, new, seed=5, **kwargs):
+    """Upstream's generate with its own sampler."""
+    from fish_speech.models.text2semantic import inference
+
+    torch.manual_seed(seed)
+    return inference.generate(
+        model=model, prompt=tokens, max_new_tokens=new, audio_masks=None, audio_parts=None, temperature=0.7, top_p=0.9,
+        repetition_penalty=1.2, **kwargs,
+    )  # fmt: skip
+
+
+class Host(TorchFunctionMode):
+    """Outside of everything else: tells a copy of numbers from the host where none is allowed."""
+
+    forbidden = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert not (self.forbidden and func is torch.tensor)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_bookkeeping_of_captured_steps(monkeypatch, active):
+    """cuda_graph_step with captures played by the CPU: a replay runs the step again on the tensors it was captured with. Tokens as
+    without it; a second text is captured anew only where its caches are new, and so are new parameters."""
+    captures = []
+
+    def capture(function):
+        captures.append(function)
+        random = torch.get_rng_state()  # a real capture draws nothing
+        host.forbidden = True
+        out = function()
+        host.forbidden = False
+        torch.set_rng_state(random)
+        return lambda: out.copy_(function()), out
+
+    monkeypatch.setattr(fish_speech_graph, "_capture", capture)
+    monkeypatch.setattr(fish_speech_graph, "_capturable", lambda x: True)
+    theirs, ours = (fish.make_model() for _ in range(2))
+    if active:
+        use_active_attention(ours)
+    step = cuda_graph_step()
+    with Host() as host:
+        for number, (length, new) in enumerate([(20, 10), (30, 8), (20, 6)]):
+            if number == 2:
+                weight = theirs.embeddings.weight.detach().flip(0)
+                theirs.embeddings.weight.data.copy_(weight)
+                ours.embeddings.weight = torch.nn.Parameter(weight)
+            tokens = fish.prompt(length, number)
+            assert torch.equal(sampled(ours, tokens, new, decode_one_token=step), sampled(theirs, tokens, new))
+            assert len(captures) == ([1, 1, 2] if active else [1, 2, 3])[number]
+
+
+def test_graph_step_without_a_gpu_is_the_step():
+    ours = use_active_attention(fish.make_model())
+    want = sampled(ours, fish.prompt(), 6)
+    assert torch.equal(sampled(ours, fish.prompt(), 6, decode_one_token=cuda_graph_step()), want)

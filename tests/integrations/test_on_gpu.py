@@ -79,6 +79,30 @@ def test_one_cuda_graph_for_every_length():
 
 
 @needs_fish_speech
+@pytest.mark.parametrize("active", [True, False])
+def test_cuda_graph_step_generates_the_eager_tokens(active):
+    """Upstream's generate with its own sampler: two texts, one captured step, the random numbers of eager decoding."""
+    from fish_speech.models.text2semantic import inference
+
+    from cute_kernels.integrations.fish_speech import cuda_graph_step
+
+    model = active_model() if active else fish.make_model(torch.bfloat16).cuda()
+    out = []
+    for step in (inference.decode_one_token_ar, cuda_graph_step()):
+        torch.manual_seed(5)
+        for seed, length, new in ((1, 20, 40), (2, 30, 60)):
+            tokens = fish.prompt(length, seed).cuda()
+            out.append(
+                inference.generate(
+                    model=model, prompt=tokens, max_new_tokens=new, audio_masks=None, audio_parts=None, decode_one_token=step,
+                    temperature=0.7, top_p=0.9, repetition_penalty=1.2,
+                )
+            )  # fmt: skip
+    assert torch.equal(out[2], out[0]) and torch.equal(out[3], out[1])
+    assert len(set(out[0][0, 20:].tolist())) > 3
+
+
+@needs_fish_speech
 @torch.no_grad()
 def test_reduce_overhead():
     tokens = fish.prompt(60).cuda()
