@@ -24,6 +24,7 @@ import sys
 import time
 
 import torch
+from requirements_check import need_file, need_gpu, need_module
 
 SHAPES = [(1, 10), (1, 64), (1, 234), (1, 400), (1, 1024), (1, 4096), (1, 32768), (8, 400), (8, 1024), (32, 4096), (64, 4096)]
 
@@ -245,10 +246,16 @@ def main():
     p.add_argument("--plot")
     p.add_argument("--read", help="plot this CSV file and measure nothing (needs no GPU)")
     a = p.parse_args()
+    if a.plot:
+        need_module("matplotlib", "--plot", "pip install matplotlib")
     if a.read:
+        if not a.plot:
+            p.error("--read plots: give --plot FILE.png too")
+        need_file(a.read)
         with open(a.read, newline="") as f:
             plot(list(csv.DictReader(f)), a.plot)
         return
+    need_gpu()
     shapes = SHAPES
     if a.shapes:
         shapes = [tuple(int(x) for x in s.split("x")) for s in a.shapes.split(",")]

@@ -39,7 +39,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+from requirements_check import need_gpu, need_module  # noqa: E402
+
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 VARIANTS = ("full", "slice", "ours")
@@ -324,6 +326,9 @@ def main() -> int:
     args = parser.parse_args()
     args.prompt = args.prompt or (20 if args.tiny else 234)
     args.tokens = args.tokens or (6 if args.tiny else 166)
+    need_module("fish_speech", "the model", "pip install --no-deps fish-speech==0.1.0; see this file's docstring")
+    if not args.tiny:
+        need_gpu()
     if args.check:
         print(json.dumps(check(args)))
         return 0

@@ -3,9 +3,10 @@
 
     python tools/bench_sparse_prefill.py --check                           small cases against a float64 reference
     python tools/bench_sparse_prefill.py --time --csv FILE --plot FILE.png interleaved rounds, medians, ratio to FlashMLA
+    python tools/bench_sparse_prefill.py --all --sglang FILE --csv FILE --plot FILE.png    every figure of README in one run
     python tools/bench_sparse_prefill.py --grouped [--sglang FILE]         few heads per GPU, end to end with group_topk
     python tools/bench_sparse_prefill.py --host                            host time of one eager call
-    python tools/bench_sparse_prefill.py --from FILE --plot FILE.png       the plot of an earlier CSV file, with no GPU
+    python tools/bench_sparse_prefill.py --from FILE [--plot FILE.png]     table and plot of an earlier CSV file, with no GPU
 
 FlashMLA is the PyPI package sgl-flash-mla (its SM90 kernel, use_legacy=True); without it only ours is timed. --sglang names
 triton_sparse_mla_prefill.py out of the PyPI package sglang (sglang/kernels/ops/attention/dsa), which imports alone.
@@ -15,7 +16,6 @@ TFLOP/s counts 2 * heads * keys * (d_qk + 512) over the keys that the rows list 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
 
@@ -24,9 +24,11 @@ import torch
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.join(HERE, ".."), HERE]
 
-import bench_grouped  # noqa: E402
+import requirements_check  # noqa: E402
+import sparse_grouped  # noqa: E402
+import sparse_timing  # noqa: E402
 from sparse_cases import Case, check_grid, counted_keys, differences, make, outputs, reference, run_ours  # noqa: E402, F401
-from sparse_timing import Writer, flash_mla, plot, report, timing_inputs  # noqa: E402
+from sparse_timing import Writer, flash_mla, plot, report, summary, timing_inputs  # noqa: E402
 
 
 def check(part: int = 0, parts: int = 1) -> int:
@@ -137,10 +139,12 @@ def timing(writer, extra: dict | None = None) -> None:
         for name, f in (extra or {}).items():
             functions[name] = lambda a=args, r=results, f=f: f(a, r)
         if peer and heads * group in (64, 128):
-            functions["FlashMLA"] = lambda a=lengths: peer(a)
+            functions["no mask: FlashMLA"] = lambda a=lengths: peer(a)
         keys = int(args["topk_length"][0])
-        flops = 2 * args["q"].shape[0] * heads * group * keys * 1088
-        report(writer, f"21000 tokens x {heads} heads in groups of {group}: union {keys}", functions, flops)
+        rows = args["q"].shape[0]
+        flops = 2 * rows * heads * group * keys * 1088
+        times = report(writer, f"{rows} rows of {group} tokens x {heads} heads, kernel alone, union {keys}", functions, flops)
+        print(f"    the mask costs {100 * (times['ours, masked'] / times['ours, no mask'] - 1):.1f} %")
         del args, results, plain, lengths, functions
         torch.cuda.empty_cache()
 
@@ -153,23 +157,40 @@ def main() -> None:
     p.add_argument("--grouped", action="store_true")
     p.add_argument("--sglang", metavar="FILE", help="SGLang's triton_sparse_mla_prefill.py, for --grouped")
     p.add_argument("--host", action="store_true")
+    p.add_argument("--all", action="store_true", help="--time --grouped --host")
+    p.add_argument("--rounds", type=int, default=sparse_timing.ROUNDS, help="interleaved rounds, whose median counts")
     p.add_argument("--csv", default=os.devnull)
     p.add_argument("--plot", help="PNG file of the timings")
-    p.add_argument("--from", dest="source", help="plot this CSV file instead of timing")
+    p.add_argument("--from", dest="source", help="read this CSV file instead of timing")
     a = p.parse_args()
-    failed = check(*map(int, a.part.split("/"))) if a.check else 0
-    rows: list[list[str]] = []
-    with open(a.csv, "w", newline="") as f:
-        writer = Writer(csv.writer(f), rows)
-        if a.time:
-            timing(writer)
-        if a.grouped:
-            bench_grouped.timing(writer, a.sglang)
-        if a.host:
-            bench_grouped.host_times()
+    measured = [name for name in ("check", "time", "grouped", "host", "all") if getattr(a, name)]
+    if not measured and not a.source:
+        p.error("nothing to do: give --check, --time, --grouped, --host, --all or --from FILE")
+    if measured and a.source:
+        p.error(f"--from measures nothing: leave out --{measured[0]}")
+    if a.plot:
+        requirements_check.need_module("matplotlib", "--plot", "pip install matplotlib")
+    for path in (a.source, a.sglang):
+        if path is not None:
+            requirements_check.need_file(path)
+    failed = 0
     if a.source:
-        with open(a.source, newline="") as f:
-            rows = list(csv.reader(f))
+        rows = sparse_timing.read(a.source)
+    else:
+        requirements_check.need_gpu(9, "a Hopper GPU (H100, H200)")
+        sparse_timing.ROUNDS = a.rounds
+        failed = check(*map(int, a.part.split("/"))) if a.check else 0
+        with open(a.csv, "w", newline="") as f:
+            writer = Writer(f)
+            if a.time or a.all:
+                timing(writer)
+            if a.grouped or a.all:
+                sparse_grouped.timing(writer, a.sglang)
+            if a.host or a.all:
+                sparse_grouped.host_times()
+        rows = writer.rows
+    if rows:
+        print(summary(rows))
     if a.plot and rows:
         plot(rows, a.plot)
     raise SystemExit(bool(failed))

@@ -165,8 +165,11 @@ def run(options: argparse.Namespace) -> int:
     if (options.ptx or options.sass or options.cubin) and len(jobs) != 1:
         raise ValueError(f"--ptx, --sass and --cubin take one variant, these are {len(jobs)}: name a kernel, --arch and --variant")
     reports = []
-    for b, config, arch in jobs:
+    for i, (b, config, arch) in enumerate(jobs, 1):
         report, made = inspect(b, config, arch, options.line_info)
+        if len(jobs) > 1:  # a compile takes seconds
+            done = f"{report['origin']}, {report['seconds']:.1f} s"
+            print(f"{i}/{len(jobs)} {b.name} {arch} {config}: {done}", file=sys.stderr, flush=True)
         reports.append(report)
         if options.ptx:
             write(options.ptx, made.ptx)

@@ -1,12 +1,17 @@
-"""What the sparse prefill benchmarks share: index lists, interleaved timing, peers, CSV and plot."""
+"""What the sparse prefill benchmarks share: index lists, interleaved timing, peers, CSV, the table of ratios and the plot."""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import statistics
 import time
+from typing import TextIO
 
 import torch
+from requirements_check import stop
+
+ROUNDS = 12  # of interleaved calls, whose median counts; bench_sparse_prefill.py --rounds
 
 
 def lists(s_q: int, s_kv: int, topk: int, generator) -> torch.Tensor:
@@ -36,7 +41,7 @@ def neighbouring_lists(tokens: int, topk: int, s_kv: int, swapped: int) -> torch
     return indices
 
 
-def time_interleaved(functions: dict, rounds: int = 12, calls: int = 4) -> dict[str, float]:
+def time_interleaved(functions: dict, calls: int = 4) -> dict[str, float]:
     """Median milliseconds per call; every round runs each function `calls` times between two events."""
     for f in functions.values():
         for _ in range(3):
@@ -44,7 +49,7 @@ def time_interleaved(functions: dict, rounds: int = 12, calls: int = 4) -> dict[
     torch.cuda.synchronize()
     names = list(functions)
     events = {name: [] for name in names}
-    for r in range(rounds):
+    for r in range(ROUNDS):
         # rotated: the power limit makes the first kernel after a pause faster than the ones that follow it
         for name in names[r % len(names) :] + names[: r % len(names)]:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -79,55 +84,91 @@ def sglang(path: str | None):
     return module.sparse_mla_prefill
 
 
-def report(writer, title: str, functions: dict, flops: float) -> None:
+def report(writer: Writer, title: str, functions: dict, flops: float = 0.0) -> dict[str, float]:
+    """Time the functions, print and write a line each; flops: of one call, 0 if they are not what bounds it. Returns the times."""
     times = time_interleaved(functions)
     peer = times.get("FlashMLA")
     print(title)
     for name, ms in times.items():
+        rate = f"{flops / ms / 1e9:.1f}" if flops else ""
         ratio = f"  {peer / ms:.3f} x FlashMLA" if peer else ""
-        print(f"    {name:24s} {ms:8.3f} ms  {flops / ms / 1e9:7.1f} TFLOP/s{ratio}", flush=True)
-        writer.writerow(
-            [
-                time.strftime("%Y-%m-%d"),
-                torch.cuda.get_device_name(),
-                title,
-                name,
-                f"{ms:.4f}",
-                f"{flops / ms / 1e9:.1f}",
-            ]
-        )
+        print(f"    {name:28s} {ms:8.3f} ms" + (f"  {rate:>7s} TFLOP/s" if flops else "") + ratio, flush=True)
+        writer.writerow([time.strftime("%Y-%m-%d"), torch.cuda.get_device_name(), title, name, f"{ms:.4f}", rate])
+    return times
+
+
+COLUMNS = ["date", "device", "case", "kernel", "milliseconds", "TFLOP/s"]
 
 
 class Writer:
-    """Writes CSV rows and keeps them."""
+    """Writes the CSV file's rows as they come, and keeps them."""
 
-    def __init__(self, writer, rows: list[list[str]]):
-        self.writer, self.rows = writer, rows
+    def __init__(self, file: TextIO):
+        self.writer, self.rows = csv.writer(file), []
+        self.writer.writerow(COLUMNS)
 
     def writerow(self, row: list[str]) -> None:
         self.writer.writerow(row)
         self.rows.append(row)
 
 
+def read(path: str) -> list[list[str]]:
+    with open(path, newline="") as f:
+        head, *rows = list(csv.reader(f)) or [[]]
+    if head != COLUMNS or any(len(row) != len(COLUMNS) for row in rows):
+        stop(f"{path} is no CSV file of this tool: its columns must be {', '.join(COLUMNS)}")
+    return rows
+
+
+def summary(rows: list[list[str]]) -> str:
+    """A Markdown table: for each case the fastest of ours, each peer's fastest, and the ratios of their times to ours.
+
+    Kernels are called "ours...", "FlashMLA..." or "SGLang..."; ours without a mask, on a case that has one, is no result."""
+    lines = ["| case | ours | ms | TFLOP/s | FlashMLA ms | ratio | SGLang ms | ratio |", "|" + "---|" * 8]
+    for title in dict.fromkeys(row[2] for row in rows):
+        best = {}
+        for _, _, _, name, ms, rate in (row for row in rows if row[2] == title):
+            kind = next((k for k in ("FlashMLA", "SGLang") if name.startswith(k)), "ours")
+            if "no mask" not in name and (kind not in best or float(ms) < float(best[kind][1])):
+                best[kind] = (name, ms, rate)
+        if "ours" not in best:
+            continue
+        name, ours, rate = best["ours"]
+        cells = [title, name.removeprefix("ours").strip(", ") or "-", f"{float(ours):.3f}", rate or "-"]
+        for kind in ("FlashMLA", "SGLang"):
+            ms = float(best[kind][1]) if kind in best else None
+            cells += ["-", "-"] if ms is None else [f"{ms:.3f}", f"{ms / float(ours):.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def plot(rows: list[list[str]], path: str) -> None:
-    """Bars of TFLOP/s, one group per input. rows: as in the CSV file."""
+    """Bars of TFLOP/s, one group per case. rows: as in the CSV file."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     rows = [row for row in rows if row[5]]  # TFLOP/s
+    if not rows:
+        stop("nothing to plot: no case with TFLOP/s")
     titles = list(dict.fromkeys(row[2] for row in rows))
     names = list(dict.fromkeys(row[3] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.6 * len(titles)), layout="constrained")
-    height = 0.8 / len(names)
-    for i, name in enumerate(names):
-        values = {row[2]: float(row[5]) for row in rows if row[3] == name}
-        places = [t + i * height for t, title in enumerate(titles) if title in values]
-        bars = axes.barh(places, [values[t] for t in titles if t in values], height, label=name)
-        axes.bar_label(bars, fmt="%.0f", fontsize=7)
-    axes.set_yticks([t + 0.4 - height / 2 for t in range(len(titles))], titles, fontsize=7)
+    colours = pyplot.get_cmap("tab20").colors
+    counts = [sum(row[2] == title for row in rows) for title in titles]
+    figure, axes = pyplot.subplots(figsize=(10, 1.5 + 0.2 * sum(counts) + 0.15 * len(titles)), layout="constrained")
+    y, ticks, seen = 0.0, [], set()
+    for title, count in zip(titles, counts):
+        ticks.append(y + (count - 1) / 2)
+        for row in (row for row in rows if row[2] == title):
+            label = row[3] if row[3] not in seen else None
+            seen.add(row[3])
+            bar = axes.barh(y, float(row[5]), 0.9, label=label, color=colours[names.index(row[3]) % len(colours)])
+            axes.bar_label(bar, fmt="%.0f", fontsize=7)
+            y += 1
+        y += 0.8
+    axes.set_yticks(ticks, titles, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(f"TFLOP/s, {rows[0][1]}, {rows[0][0]}")
-    axes.legend(loc="lower right", fontsize=7)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7)
     figure.savefig(path, dpi=150)

@@ -165,6 +165,12 @@ def test_table_json_and_dumps(capsys, tmp_path):
     assert out == Path(files[0]).read_text()
 
 
+def test_progress_of_several_compiles(capsys):
+    _, out, err = program(capsys, "combine", "--arch", "sm_90a", "sm_100a", "--variant", "d=64", "--json")
+    lines = [line for line in err.splitlines() if "/2 combine sm_" in line]
+    assert [line[:3] for line in lines] == ["1/2", "2/2"] and len(json.loads(out)) == 2
+
+
 @needs_nvdisasm
 def test_sass(capsys):
     status, out, _ = program(capsys, "combine", "--arch", "sm_90a", "--variant", "d=64", "--sass", "-")

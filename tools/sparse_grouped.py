@@ -11,7 +11,7 @@ import time
 
 import torch
 from sparse_cases import differences, reference
-from sparse_timing import flash_mla, lists, neighbouring_lists, report, sglang, time_interleaved
+from sparse_timing import flash_mla, lists, neighbouring_lists, report, sglang
 
 import cute_kernels as ck
 
@@ -20,6 +20,7 @@ SWAPPED = round(TOPK * 0.0245)  # keys a token does not share with its neighbour
 LISTS = ("neighbouring", "random")
 # heads -> group sizes that are timed: all that fit
 GROUPS = {64: (1, 2), 32: (1, 2, 4), 16: (1, 2, 4, 8), 8: (4, 8), 4: (8,)}
+DEFAULT = {heads: min(8, max(1, 64 // heads)) for heads in GROUPS}  # what group_size None takes on Hopper
 
 
 def index_lists(kind: str, s_kv: int) -> torch.Tensor:
@@ -43,27 +44,24 @@ def wrong(results: tuple, args: dict, rows: torch.Tensor) -> str:
 
 
 def group_topk_times(writer) -> None:
-    for s_kv in (TOKENS, 131072):
+    for s_kv in (TOKENS, 131072, 1 << 20):
         for kind in LISTS:
             indices = index_lists(kind, s_kv)
             functions = {
-                "padding unwritten, G 4": lambda i=indices, n=s_kv: torch.ops.cute_kernels.group_topk.unpadded(i, n, 4),
-                "padding unwritten, G 8": lambda i=indices, n=s_kv: torch.ops.cute_kernels.group_topk.unpadded(i, n, 8),
-                "G 8": lambda i=indices, n=s_kv: ck.group_topk(i, n, 8),
+                "ours, padding unwritten, by 4": lambda i=indices, n=s_kv: torch.ops.cute_kernels.group_topk.unpadded(i, n, 4),
+                "ours, padding unwritten, by 8": lambda i=indices, n=s_kv: torch.ops.cute_kernels.group_topk.unpadded(i, n, 8),
+                "ours, padded, by 8": lambda i=indices, n=s_kv: ck.group_topk(i, n, 8),
             }
             union = ck.group_topk(indices, s_kv, 8)[1].float().mean()
-            print(f"group_topk {TOKENS} x {TOPK}, s_kv {s_kv}, {kind} lists (union of 8: {union:.0f})")
-            for name, ms in time_interleaved(functions).items():
-                print(f"    {name:24s} {ms:8.3f} ms", flush=True)
-                what = f"group_topk s_kv {s_kv} {kind}"
-                writer.writerow([time.strftime("%Y-%m-%d"), torch.cuda.get_device_name(), what, name, f"{ms:.4f}", ""])
+            report(writer, f"group_topk {TOKENS} x {TOPK}, s_kv {s_kv}, {kind} lists (union of 8: {union:.0f})", functions)
 
 
 def end_to_end(writer, sglang_file: str | None, heads: int, kind: str) -> None:
     peer, triton = flash_mla(), sglang(sglang_file)
     args = inputs(heads, kind, TOKENS)
     functions = {
-        f"ours, groups of {n}": lambda n=n: ck.grouped_sparse_prefill(**args, group_size=n) for n in GROUPS[heads]
+        f"ours, groups of {n}": lambda n=n: ck.grouped_sparse_prefill(**args, group_size=n if n != DEFAULT[heads] else None)
+        for n in GROUPS[heads]
     }
     functions["ours, per token"] = lambda: ck.sparse_prefill(**args)
     if peer is not None:
@@ -76,7 +74,7 @@ def end_to_end(writer, sglang_file: str | None, heads: int, kind: str) -> None:
     for name, f in list(functions.items()):
         text = wrong(f(), args, rows)
         if text:
-            print(f"    {name}: {text}", flush=True)
+            print(f"    {name}, against float64: {text}", flush=True)
     title = f"{TOKENS} tokens x {heads} heads, topk {TOPK}, {kind} lists, end to end"
     report(writer, title, functions, 2 * TOKENS * heads * TOPK * 1088)
 
