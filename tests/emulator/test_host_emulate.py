@@ -29,6 +29,8 @@ from cute_kernels.emulator.host import (  # noqa: E402
     tensors,
 )
 
+from cute_kernels.emulator.host import redirect  # noqa: E402
+
 emulate_module = importlib.import_module("cute_kernels.emulator.host.emulate")  # the package's name is the function
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
 import host_kernels as kernels  # noqa: E402
@@ -412,12 +414,25 @@ def test_streams_and_events_stand_in():
     assert torch.cuda.Stream is plain
 
 
-def test_tensors_that_cannot_be_exported_are_an_error(capfd):
+def test_tensors_that_cannot_be_exported_raise_torchs_error():
     a, b, c = operands()
     sparse = a.to_sparse()
     with emulate(backend=record_only) as emulation:
         function = kernels.compile_tvm_ffi()
-        with pytest.raises(SystemError):
-            function(sparse, b, c)
+        for _ in range(3):
+            with pytest.raises(Exception, match="doesn't have storage"):
+                function(sparse, b, c)
         function(a.requires_grad_(), b, c)
-    assert "doesn't have storage" in capfd.readouterr().err and len(emulation.captures) == 1
+    assert len(emulation.captures) == 1
+
+
+@pytest.mark.parametrize("code", [0, -1])
+def test_call_then_calls_the_second_only_where_the_first_succeeds(code):
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    calls = []
+    first = prototype(lambda a, b: calls.append((1, a, b)) or code)
+    then = prototype(lambda a, b: calls.append((2, a, b)) or 7)
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (first, then)]
+    stub = prototype(redirect.executable(redirect.call_then(*addresses)))
+    assert stub(3 << 40, 5) == (code or 7)
+    assert calls == [(1, 3 << 40, 5), (2, 3 << 40, 5)][: 1 if code else 2]

@@ -50,6 +50,10 @@ class Target:
         if ptx is not None:
             ptx_store.register_object(path, ptx)
 
+    def note_memory(self, tensor) -> None:
+        """Tells the emulator that a kernel is about to be passed the address of this torch tensor."""
+        self.emulation.memory_seen.add_tensor(tensor)
+
 
 @contextlib.contextmanager
 def target(emulation: Emulation) -> Iterator[None]:

@@ -103,8 +103,41 @@ def _allocate_near(address: int, reach: int) -> int:
     raise RedirectError(f"no free page within {reach} bytes of {address:#x}")
 
 
+def executable(code: bytes) -> int:
+    """Address of a new page that holds `code`. It is never unmapped: a thread may be inside."""
+    page = _libc.mmap(None, _PAGE, 3, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
+    if page in (None, ctypes.c_void_p(-1).value) or len(code) > _PAGE:
+        raise RedirectError("no memory for a stub")
+    if platform.machine() in ("x86_64", "AMD64"):
+        ctypes.memmove(page, code, len(code))
+    else:
+        _write(page, code)  # which flushes the instruction cache
+    if _libc.mprotect(page, _PAGE, 5) != 0:
+        raise RedirectError("mprotect refused executable stubs")
+    return page
+
+
+def call_then(first: int, then: int) -> bytes:
+    """Machine code of an `int f(a, b)` that returns what `first(a, b)` returns, or `then(a, b)` where that is 0.
+
+    A failing `first` may have set a Python exception. It reaches the caller untouched, which no ctypes callback around it could do.
+    """
+    machine = _MACHINES.get(platform.machine())
+    if machine is None:
+        raise RedirectError(f"emulate() knows x86-64 and aarch64 hosts, not {platform.machine()}")
+    return machine.call_then(first, then)
+
+
 class _X86:
     reach, stub_bytes = 0x7FF00000, 16
+
+    @staticmethod
+    def call_then(first: int, then: int) -> bytes:
+        code = b"\x57\x56\x48\x83\xec\x08"  # push rdi; push rsi; sub rsp, 8
+        code += b"\xff\x15" + struct.pack("<i", 32 - 12)  # call [first]
+        code += b"\x48\x83\xc4\x08\x5e\x5f\x85\xc0\x75\x06"  # add rsp, 8; pop rsi; pop rdi; test eax, eax; jne to the ret
+        code += b"\xff\x25" + struct.pack("<i", 40 - 28) + b"\xc3"  # jmp [then]; ret
+        return code.ljust(32, b"\xcc") + struct.pack("<QQ", first, then)
 
     @staticmethod
     def stub(target: int) -> bytes:
@@ -123,6 +156,18 @@ class _X86:
 
 class _Arm64:
     reach, stub_bytes = 0x7F00000, 16
+
+    @staticmethod
+    def call_then(first: int, then: int) -> bytes:
+        words = (
+            0xA9BE7BFD, 0xA90107E0,  # stp x29, x30, [sp, -32]!; stp x0, x1, [sp, 16]
+            0x58000150, 0xD63F0200,  # ldr x16, first; blr x16
+            0x350000A0,  # cbnz w0, to the last two
+            0xA94107E0, 0xA8C27BFD,  # ldp x0, x1, [sp, 16]; ldp x29, x30, [sp], 32
+            0x580000F0, 0xD61F0200,  # ldr x16, then; br x16
+            0xA8C27BFD, 0xD65F03C0, 0xD503201F,  # ldp x29, x30, [sp], 32; ret; nop
+        )  # fmt: skip
+        return struct.pack("<12I", *words) + struct.pack("<QQ", first, then)
 
     @staticmethod
     def stub(target: int) -> bytes:

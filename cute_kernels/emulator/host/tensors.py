@@ -5,8 +5,8 @@ on the thread: the DLPack device type is changed from CPU to CUDA (kernels compi
 addresses, and TVM-FFI host code refuses them), and the tensor's storage is noted as memory that a kernel may touch.
 1. ``tensor.__dlpack__`` / ``__dlpack_device__`` (``from_dlpack``; ``cute.compile`` and calls given torch tensors).
 2. The C exchange table behind ``torch.Tensor.__dlpack_c_exchange_api__``, which TVM-FFI calls for every tensor
-   argument and caches per type: its function pointers are replaced in place, process-wide, by callbacks that look at
-   the thread, and put back on exit.
+   argument and caches per type: its function pointers are replaced in place, process-wide, by hooks that look at the
+   thread after torch's function has succeeded, and put back on exit.
 3. `DevicePretence`, a torch function mode (so per thread) for host code that insists on ``tensor.is_cuda`` or
    allocates with ``device="cuda"``.
 """
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from . import redirect
 from .context import current
 
 KDL_CPU, KDL_CUDA = 1, 2
@@ -138,22 +138,13 @@ class _ExchangeApi(ctypes.Structure):
     ]
 
 
+def _address(callback) -> int:
+    return ctypes.cast(callback, ctypes.c_void_p).value
+
+
 _FROM_OBJECT = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(ctypes.c_void_p))
 _BORROW = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
 _STREAM = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
-
-
-def _code(function, tensor, out) -> int:
-    """Calls torch's function; -1 when it raises (a sparse tensor, say).
-
-    A ctypes callback cannot hand an exception on to C, so the caller then raises SystemError without a message; torch's
-    own one is printed.
-    """
-    try:
-        return function(tensor, out)
-    except BaseException:
-        traceback.print_exc()
-        return -1
 
 
 class ExchangeTable:
@@ -163,33 +154,27 @@ class ExchangeTable:
         capsule = torch.Tensor.__dlpack_c_exchange_api__
         self._table = _ExchangeApi.from_address(_pointer_of(capsule, b"dlpack_exchange_api"))
         self._saved = {name: getattr(self._table, name) for name in ("from_object", "borrow", "stream")}
-        self._real_from = _FROM_OBJECT(self._saved["from_object"])
-        self._real_borrow = _BORROW(self._saved["borrow"]) if self._saved["borrow"] else None
         self._real_stream = _STREAM(self._saved["stream"]) if self._saved["stream"] else None
-        self._callbacks = {
-            "from_object": _FROM_OBJECT(self._from_object),
-            "borrow": _BORROW(self._borrow),
-            "stream": _STREAM(self._stream),
-        }
+        self._notes = {"from_object": _FROM_OBJECT(self._from_object), "borrow": _BORROW(self._borrow)}
+        self._stream_callback = _STREAM(self._stream)
+        self._hooks = {"stream": _address(self._stream_callback)}
+        for name, note in self._notes.items():
+            if self._saved[name]:
+                self._hooks[name] = redirect.executable(redirect.call_then(self._saved[name], _address(note)))
 
+    # Called after torch's function where that succeeded; its failure (a sparse tensor, say) goes to the caller as torch's error.
     def _from_object(self, tensor, out):
-        code = _code(self._real_from, tensor, out)
-        emulation = current()
-        if code == 0 and emulation is not None:
-            head = _Versioned.from_address(out[0]).tensor
-            self._note(emulation, tensor, head)
-        return code
+        self._note(tensor, _Versioned.from_address(out[0]).tensor)
+        return 0
 
     def _borrow(self, tensor, out):
-        code = _code(self._real_borrow, tensor, out)
-        emulation = current()
-        if code == 0 and emulation is not None:
-            self._note(emulation, tensor, _DLTensor.from_address(out))
-        return code
+        self._note(tensor, _DLTensor.from_address(out))
+        return 0
 
     @staticmethod
-    def _note(emulation, tensor, head) -> None:
-        if head.device.type == KDL_CPU:
+    def _note(tensor, head) -> None:
+        emulation = current()
+        if emulation is not None and head.device.type == KDL_CPU:
             head.device.type, head.device.id = KDL_CUDA, 0
             emulation.memory_seen.add_tensor(tensor)
 
@@ -201,9 +186,9 @@ class ExchangeTable:
 
     def install(self) -> None:
         """Points the table at the hooks."""
-        for name, callback in self._callbacks.items():
+        for name, hook in self._hooks.items():
             if self._saved[name]:
-                setattr(self._table, name, ctypes.cast(callback, ctypes.c_void_p).value)
+                setattr(self._table, name, hook)
 
     def restore(self) -> None:
         """Points the table at torch's own functions again."""
