@@ -127,6 +127,12 @@ def _mma_ts():
     return [bf16_bits(a), bf16_bits(b), d], lambda: np.array_equal(d, a @ b.T)
 
 
+def _cp_a():
+    rng = np.random.default_rng(6)
+    a, b, d = _small(rng, 128, 32), _small(rng, 64, 32), np.zeros((128, 64), np.float32)
+    return [bf16_bits(a), bf16_bits(b), d], lambda: np.array_equal(d, a @ b.T)
+
+
 def _wgmma_rs():
     rng = np.random.default_rng(5)
     a, b, d = _small(rng, 64, 32), _small(rng, 8, 32), np.zeros((64, 8), np.float32)
@@ -158,6 +164,7 @@ KERNELS = {
     for k in (
         Kernel("gemm_tma", 1, 128, _gemm_tma, dynamic_smem=82048),
         Kernel("mma_ts", 1, 128, _mma_ts),
+        Kernel("cp_a", 1, 128, _cp_a),
         Kernel("wgmma_rs", 1, 128, _wgmma_rs),
         Kernel("cp_async_ring", 1, 64, _cp_async_ring),
         Kernel("bulk_scale", 1, 128, _bulk_scale),

@@ -19,7 +19,7 @@ sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from faults import KERNELS, Edit, line_of  # noqa: E402
 
 GEMM, TS, RING, BULK, CLUSTER, ROLES = "gemm_tma", "mma_ts", "cp_async_ring", "bulk_scale", "cluster_swap", "roles"
-WGMMA = "wgmma_rs"
+WGMMA, CP = "wgmma_rs", "cp_a"
 MMA = r"tcgen05\.mma"
 LD = r"tcgen05\.ld"
 EMPTY_WAIT, FULL_WAIT, DONE_WAIT = r"try_wait.*\[%empty\]", r"try_wait.*\[%full\]", r"try_wait.*\[%(done|bar)\]"
@@ -66,6 +66,15 @@ MUTANTS = [
            "race-write-after-read-shared", r"cp\.async\.bulk\.shared::cluster"),
     Mutant("store-wait-gone", GEMM, Edit(r"cp.async.bulk.wait_group 0;"),
            "bulk-store-at-exit", r"tensor\.2d\.global\.shared"),
+    # The ISA pipelines tcgen05.cp before mma, not after; and a register dependence gives a load's value, no order of memory.
+    Mutant("mma-wait-before-cp-gone", CP, Edit(r"mbarrier.try_wait.*\[%step\], 0;", "setp.eq.u32 %ok, %me, %me;"),
+           "tcgen05-order", r"tcgen05\.cp", 1, checks="strict"),
+    Mutant("mma-wait-before-cp-falls-through", CP, Edit(r"@!%ok bra WAIT_STEP;"), "tcgen05-order", r"tcgen05\.cp", 1,
+           schedule="lazy", checks="strict"),
+    Mutant("wait-ld-gone", CP, Edit(r"tcgen05.wait::ld.*;"), "tcgen05-wait-ld", r"st\.global.*%v0,", checks="strict"),
+    Mutant("wait-ld-gone-before-dealloc", GEMM, Edit(r"tcgen05.wait::ld.*;"), "tmem-dealloc-race", r"tcgen05\.dealloc",
+           checks="strict"),
+    Mutant("cp-proxy-fence-gone", CP, Edit(r"fence.proxy.async.*;"), "proxy-fence", r"tcgen05\.cp", 0),
     # Phases and parities.
     Mutant("producer-parity", GEMM, Edit(r"xor.b32 %par, %par, 1;"), "deadlock", EMPTY_WAIT),
     Mutant("consumer-parity", GEMM, Edit(r"\[%full\], %par;", "[%full], 1;"), "race-read-after-write-shared", MMA,
@@ -193,6 +202,7 @@ WRONG_NUMBERS = {
     "desc-k-step": (GEMM, Edit(r"%lo_b, %lo_b, 2;", "%lo_b, %lo_b, 1;")),
     "idesc-b-major": (GEMM, Edit(r"0x08100490", "0x08110490")),
     "idesc-a-type": (GEMM, Edit(r"0x08100490", "0x08100410")),
+    "cp-gone": (CP, Edit(r"tcgen05.cp.*;", "", 1)),
     "desc-lbo-half": (TS, Edit(r"0x80000", "0x40000")),
 }
 

@@ -25,11 +25,10 @@ from cute_kernels.emulator.host import (  # noqa: E402
     params,
     ptx_store,
     record_only,
+    redirect,
     register_ptx,
     tensors,
 )
-
-from cute_kernels.emulator.host import redirect  # noqa: E402
 
 emulate_module = importlib.import_module("cute_kernels.emulator.host.emulate")  # the package's name is the function
 sys.path.insert(0, __file__.rsplit("/", 1)[0])

@@ -370,3 +370,27 @@ def test_every_reported_kind_is_documented():
     used = set(re.findall(r'(?:report|fatal)\(\s*"([a-z0-9-]+)"', text)) | {"tcgen05-fence", "tmem-dealloc-race", "proxy-fence"}
     assert used <= set(hazards.KINDS), used - set(hazards.KINDS)
     assert all(level in ("default", "strict", "both") for level, _ in hazards.KINDS.values())
+
+
+# ---- what the ISA pipelines in one tensor pipe (9.7.16.6.2)
+@pytest.mark.parametrize(
+    "earlier, later, ordered",
+    [
+        (("cp", 1, "128x256b"), ("mma", 1, (8, 8, 0)), True),
+        (("shift", 1, None), ("mma", 1, (8, 8, 0)), True),
+        (("mma", 1, (8, 8, 0)), ("mma", 1, (8, 8, 0)), True),
+        (("mma", 1, (8, 8, 0)), ("shift", 1, None), True),
+        (("shift", 1, None), ("cp", 1, "4x256b"), True),
+        (("shift", 1, None), ("cp", 1, "128x256b"), False),
+        (("mma", 1, (8, 8, 0)), ("cp", 1, "128x256b"), False),
+        (("cp", 1, "128x256b"), ("cp", 1, "128x256b"), False),
+        (("cp", 1, "128x256b"), ("shift", 1, None), False),
+        (("mma", 1, (8, 8, 0)), ("mma", 1, (16, 8, 0)), False),  # another N
+        (("mma", 1, (8, 8, 0)), ("mma", 1, (8, 8, 64)), False),  # another accumulator
+        (("cp", 1, "128x256b"), ("mma", 2, (8, 8, 0)), False),  # another cta_group
+    ],
+)
+def test_pipelined_pairs(earlier, later, ordered):
+    from cute_kernels.emulator.machine.ops_tensor import pipelined
+
+    assert pipelined(earlier, later) is ordered

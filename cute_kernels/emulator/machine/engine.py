@@ -55,15 +55,17 @@ _LOCAL = threading.local()  # compiled programs: their scratch rows must not be 
 _FAULTS = ("out-of-bounds shared", "out-of-bounds global", "out-of-bounds local", "misaligned", "device assertion")
 
 
-def load_program(module: Module, entry: str, *, fine: bool, checking: bool) -> Program:
-    """Decode an entry, or find it decoded: programs are kept by text, entry and mode for the life of the thread."""
-    key = (hash(module.text), len(module.text), entry, fine, checking)
+def load_program(module: Module, entry: str, *, fine: bool, checks: str) -> Program:
+    """Decode an entry, or find it decoded: programs are kept by text, entry, mode and level for the life of the thread."""
+    key = (hash(module.text), len(module.text), entry, fine, checks)
     programs = _LOCAL.__dict__.setdefault("programs", {})
     program = programs.get(key)
     if program is None:
         if len(programs) > 64:
             programs.clear()
-        program = programs[key] = Program(module, entry, fine=fine, checking=checking)
+        program = programs[key] = Program(
+            module, entry, fine=fine, checking=checks != "off", strict=checks == "strict"
+        )
     return program
 
 
@@ -220,6 +222,7 @@ class Machine:
             "proxy": "reads through the async proxy, with no fence.proxy.async after the generic write,",
             "proxy-write": "writes through the async proxy, with no fence.proxy.async after the generic access,",
             "tcgen05-fence": "accesses, without tcgen05.fence on both sides,",
+            "tcgen05-order": "accesses, with no commit and wait after an operation that the ISA does not pipeline with it,",
             "tmem-dealloc-race": "frees, without being ordered after an access,",
         }[kind]
         name = f"{kind}-{space}" if kind.startswith("race") else ("proxy-fence" if kind.startswith("proxy") else kind)
@@ -737,7 +740,7 @@ def launch(
     module = parse(ptx) if isinstance(ptx, str) else ptx
     if arch is not None and module.target.rstrip("af") != arch.rstrip("af"):
         raise EmulationError(f"the PTX is for {module.target}, not {arch}")
-    program = load_program(module, entry, fine=schedule == "random", checking=checks != "off")
+    program = load_program(module, entry, fine=schedule == "random", checks=checks)
     grid, block = _triple(grid, "grid"), _triple(block, "block")
     given = program.flat.directives.get("reqnctapercluster")
     explicit = tuple(cluster) != (1, 1, 1)

@@ -78,6 +78,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "divergent-aligned": ("default", "a .sync.aligned tensor instruction executed by part of a warp"),
     "shuffle-inactive-lane": ("strict", "a shuffle that reads a lane which does not take part"),
     "tcgen05-fence": ("strict", "tcgen05 accesses of different threads without tcgen05.fence on both sides"),
+    "tcgen05-order": ("strict", "mma, cp and shift of one thread that the ISA does not pipeline, over the same tensor memory"),
+    "tcgen05-wait-ld": ("strict", "a register of a tcgen05.ld read before tcgen05.wait::ld"),
     "tmem-alloc": ("both", "an illegal column count, or alloc after relinquish; strict: sizes that grow"),
     "tmem-dealloc": ("default", "freeing columns that were not allocated so"),
     "tmem-dealloc-race": ("default", "freeing columns while an access is not ordered before it"),

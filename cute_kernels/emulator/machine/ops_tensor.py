@@ -1,9 +1,10 @@
 """tcgen05: allocation, MMA, copies, loads and stores of tensor memory, commit, wait and fences.
 
-Ordering. One issuing warp has one tensor pipe: its mma, cp and shift complete in issue order, and commit follows them. Loads
-are an actor of their own; at the default level a load counts as complete once an instruction has read one of its registers
-(hardware keeps that dependence and NVIDIA's own epilogues release the accumulator on the strength of it), at the strict level
-only after tcgen05.wait::ld. tcgen05.fence is checked at the strict level only, because NVIDIA's kernels omit it.
+Ordering. One issuing warp has one tensor pipe: its mma, cp and shift complete in issue order, and commit follows them; the
+strict level reports pairs for which the ISA does not promise that (`pipelined`). Loads are an actor of their own; at the
+default level a load counts as complete once an instruction has read one of its registers (hardware keeps that dependence and
+NVIDIA's own epilogues release the accumulator on the strength of it), at the strict level only after tcgen05.wait::ld.
+tcgen05.fence is checked at the strict level only, because NVIDIA's kernels omit it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ def cells(lane0: int, lanes: int, col0: int, ncols: int) -> np.ndarray:
     return (rows[:, None] * 512 + np.arange(col0, col0 + ncols)).reshape(-1)
 
 
-def tmem_access(w, cta, ranges, actor, clock, ins, *, read: bool, write: bool, own: tuple = ()) -> None:
-    """Allocation, initialisation, race and (strict) fence checks of rectangles [(lane0, lanes, col0, ncols)]."""
+def tmem_access(w, cta, ranges, actor, clock, ins, *, read: bool, write: bool, own: tuple = (), order=None) -> None:
+    """Allocation, initialisation, race and (strict) fence checks of rectangles [(lane0, lanes, col0, ncols)].
+
+    `order`: what `pipe_order` returned, of an operation of the tensor pipe.
+    """
     machine = w.machine
     state = tmem_state(cta)
     for lane0, lanes, col0, ncols in ranges:
@@ -65,6 +69,8 @@ def tmem_access(w, cta, ranges, actor, clock, ins, *, read: bool, write: bool, o
         sh = cta.tshadow
         if machine.strict:
             check_tcgen05_fence(w, cta, g, clock, ins, own, write)
+            if order is not None:
+                check_pipe_order(w, cta, g, order, ins, write)
         if read:
             hit = sh.read(g, actor, clock, ins.line)
             if hit:
@@ -86,6 +92,44 @@ def check_tcgen05_fence(w, cta, g, clock, ins, own: tuple, write: bool) -> None:
         if bad.any():
             k = int(bad.argmax())
             w.machine.conflict(("tcgen05-fence", k), w, ins, "tmem", cta, int(g[k]), lines)
+
+
+def pipelined(earlier: tuple, later: tuple) -> bool:
+    """Whether two operations of one tensor pipe execute in order (PTX ISA 9.7.16.6.2). Each is (kind, cta_group, shape): that of
+    an mma holds M, N and the accumulator, that of a cp is its qualifier."""
+    if earlier[1] != later[1]:
+        return False
+    if later[0] == "mma":
+        return earlier[0] != "mma" or earlier == later
+    if later[0] == "shift":
+        return earlier[0] == "mma"
+    return earlier[0] == "shift" and later[2] == "4x256b"
+
+
+def pipe_order(w, clock, what: tuple):
+    """Strict: notes an operation of the tensor pipe. (first tick that is not known to be complete, own tick, what)"""
+    if clock is None or not w.machine.strict:
+        return None
+    first, tick = int(w.clock[0, w.tpipe]) + 1, int(clock[0, w.tpipe])
+    w.in_pipe[tick] = what
+    if len(w.in_pipe) > 1024:
+        w.in_pipe = {t: x for t, x in w.in_pipe.items() if t >= first}
+    return first, tick, what
+
+
+def check_pipe_order(w, cta, g, order, ins, write: bool) -> None:
+    """Strict: accesses of this warp's tensor pipe that may be incomplete and are not pipelined with this one."""
+    first, own, what = order
+    sh = cta.tshadow
+    for actors, ticks, lines in ((sh.wa, sh.wc, sh.wl), (sh.ra, sh.rc, sh.rl))[: 1 + write]:
+        c = ticks[g]
+        open_ = (actors[g] == w.tpipe) & (c >= first) & (c != own)
+        if not open_.any():
+            continue
+        for tick in np.unique(c[open_]).tolist():
+            if not pipelined(w.in_pipe[tick], what):
+                k = int((open_ & (c == tick)).argmax())
+                w.machine.conflict(("tcgen05-order", k), w, ins, "tmem", cta, int(g[k]), lines)
 
 
 @op("tcgen05")
@@ -264,8 +308,9 @@ def _mma(ins: Instr):
         disable = 0
         for k, g in enumerate(lanes_mask):
             disable |= int(g(w)[lane]) << (32 * k)
+        idesc_value, d_address = get_idesc(w, m), get_d(w, m)
         plan = machine.cached_plan(
-            plan_mma, kind, group, get_idesc(w, m), get_a(w, m), get_b(w, m), get_d(w, m),
+            plan_mma, kind, group, idesc_value, get_a(w, m), get_b(w, m), d_address,
             ws=ws, disable_lanes=disable, scale_input_d=scale, a_is_tmem=from_tmem, ashift=ashift,
         )  # fmt: skip
         for text in plan.lints:
@@ -278,11 +323,12 @@ def _mma(ins: Instr):
             actor, clock = agent(w, w.tpipe)
             for peer, granules in plan.smem_granules:
                 shared_read(w, ctas[peer], fine_granules(granules, machine.granule_cache), actor, clock, ins, proxy=True)
-        own = (w.tpipe, w.lpipe, w.actor)
+        shape = (idesc_value >> 17 & 0x3F, idesc_value >> 24 & 0x1F, d_address)
+        know = dict(own=(w.tpipe, w.lpipe, w.actor), order=pipe_order(w, clock, ("mma", group, shape)))
         for peer, lane0, lanes, col0, ncols in plan.tmem_reads:
-            tmem_access(w, ctas[peer], [(lane0, lanes, col0, ncols)], actor, clock, ins, read=True, write=False, own=own)
+            tmem_access(w, ctas[peer], [(lane0, lanes, col0, ncols)], actor, clock, ins, read=True, write=False, **know)
         for peer, lane0, lanes, col0, ncols in plan.tmem_writes:
-            tmem_access(w, ctas[peer], [(lane0, lanes, col0, ncols)], actor, clock, ins, read=accumulate, write=True, own=own)
+            tmem_access(w, ctas[peer], [(lane0, lanes, col0, ncols)], actor, clock, ins, read=accumulate, write=True, **know)
         smems = [c.smem for c in ctas]
         tmems = [c.tensor_memory for c in ctas]
         machine.tensor_cycles += plan.cycles
@@ -315,10 +361,11 @@ def _cp(ins: Instr):
         if w.clock is not None:
             machine.release_tmem(w, ins)
             actor, clock = agent(w, w.tpipe)
+        know = dict(own=(w.tpipe, w.lpipe, w.actor), order=pipe_order(w, clock, ("cp", group, shape)))
         for cta in _pair(w, group, ins):
             if clock is not None:
                 shared_read(w, cta, fine_granules(plan.smem_granules, machine.granule_cache), actor, clock, ins, proxy=True)
-            tmem_access(w, cta, plan.tmem_writes, actor, clock, ins, read=False, write=True, own=(w.tpipe, w.lpipe, w.actor))
+            tmem_access(w, cta, plan.tmem_writes, actor, clock, ins, read=False, write=True, **know)
             tmem = cta.tensor_memory
             machine.submit(
                 AsyncOp("tcgen05.cp", ins, w, ("tensor", w.tpipe, w.cta.cluster.uid), lambda c=cta, t=tmem: plan.apply(c.smem, t))
@@ -339,10 +386,10 @@ def _shift(ins: Instr):
         actor = clock = None
         if w.clock is not None:
             actor, clock = agent(w, w.tpipe)
-        own = (w.tpipe, w.lpipe, w.actor)
+        know = dict(own=(w.tpipe, w.lpipe, w.actor), order=pipe_order(w, clock, ("shift", group, None)))
         for cta in _pair(w, group, ins):
-            tmem_access(w, cta, plan.tmem_reads, actor, clock, ins, read=True, write=False, own=own)
-            tmem_access(w, cta, plan.tmem_writes, actor, clock, ins, read=False, write=True, own=own)
+            tmem_access(w, cta, plan.tmem_reads, actor, clock, ins, read=True, write=False, **know)
+            tmem_access(w, cta, plan.tmem_writes, actor, clock, ins, read=False, write=True, **know)
             tmem = cta.tensor_memory
             w.machine.submit(AsyncOp("tcgen05.shift", ins, w, ("tensor", w.tpipe, w.cta.cluster.uid), lambda t=tmem: plan.apply(t)))
 

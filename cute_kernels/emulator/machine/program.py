@@ -6,7 +6,7 @@ for a masked one, on first use), one blocking instruction, or one control transf
 
 from __future__ import annotations
 
-from ..ptx import wgmma_registers
+from ..ptx import tmem_loads, wgmma_registers
 from ..ptx.defined import maybe_unwritten, uses_and_defs
 from ..ptx.flatten import Flat, flatten, registers, targets_of
 from ..ptx.ir import Instr, Mem, Module, PtxError, Reg, UnsupportedInstruction, Vec
@@ -82,9 +82,12 @@ class Item:
 
 
 class Program:
-    """A compiled entry. `fine` makes every memory and synchronisation instruction an item of its own (random schedules)."""
+    """A compiled entry. `fine` makes every memory and synchronisation instruction an item of its own (random schedules);
+    `strict` adds what only that level reports."""
 
-    def __init__(self, module: Module, entry: str, *, fine: bool = False, checking: bool = True) -> None:
+    def __init__(
+        self, module: Module, entry: str, *, fine: bool = False, checking: bool = True, strict: bool = False
+    ) -> None:
         self.module = module
         self.flat: Flat = flatten(module, entry)
         self.fine, self.checking = fine, checking
@@ -95,6 +98,7 @@ class Program:
             if self.flat.instrs[i].base in _PURE:
                 self.tracked.update(registers(self.flat.instrs[i].operands[0]))
         self.in_flight, self.unfenced = wgmma_registers.analyse(self.flat) if checking else ({}, set())
+        self.unwaited = tmem_loads.analyse(self.flat) if strict else {}
         self.items: list[Item] = []
         self._decode()
         self.nitems = len(self.items)
@@ -151,6 +155,8 @@ class Program:
                 item.suspects, item.marks = self.track_item(item)
             if item.kind == BLOCKING and (item.ins.index in self.in_flight or item.ins.index in self.unfenced):
                 item.fn = self._check_registers(item)
+            if item.kind == BLOCKING and item.ins.index in self.unwaited:
+                item.fn = self._check_loaded(item)
 
     def decode(self, ins: Instr):
         """(item kind, implementation or None). Raises UnsupportedInstruction."""
@@ -189,6 +195,16 @@ class Program:
 
         return checked
 
+    def _check_loaded(self, item: Item):
+        """A blocking instruction that reads a register of a tcgen05.ld not waited for."""
+        fn, regs = item.fn, self.unwaited[item.ins.index]
+
+        def checked(w, s, m, ins):
+            w.check_loaded(regs, ins)
+            return fn(w, s, m, ins)
+
+        return checked
+
     def _bind(self, ins: Instr, fn):
         self.emitter.globals[f"f{ins.index}"] = fn
         self.emitter.globals[f"i{ins.index}"] = ins
@@ -208,6 +224,13 @@ class Program:
                 em.globals[f"i{ins.index}"] = ins
                 em.globals[f"g{ins.index}"] = access
                 body.append(f"w.check_in_flight(*g{ins.index}, i{ins.index})")
+            if ins.index in self.unwaited:
+                em.globals[f"i{ins.index}"] = ins
+                em.globals[f"l{ins.index}"] = self.unwaited[ins.index]
+                guard = ""
+                if ins.pred is not None:
+                    guard = f"if (m & {'~' if ins.pred_neg else ''}P[{ins.pred.index}]).any(): "
+                body.append(f"{guard}w.check_loaded(l{ins.index}, i{ins.index})")
             if ins.base in OPS:
                 call = f"f{ins.index}(w, {{}}, i{ins.index})"
                 if ins.pred is not None:

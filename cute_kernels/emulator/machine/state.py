@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from ..ptx.flatten import registers
 from ..ptx.ir import Var
 from ..ptx.wgmma_registers import operand_registers
 from .clocks import Shadow
@@ -84,7 +85,7 @@ class Warp:
         "cp_open", "cp_groups", "bulk_open", "bulk_groups", "bulk_unread", "tld", "tst", "maxreg", "role", "syncs", "lanes",
         "exited", "waits",
         "wg_open", "wg_groups", "cluster_arrivals", "cluster_waits", "cluster_lanes", "cluster_waited", "inits", "fenced",
-        "fence_clock", "unfenced",
+        "fence_clock", "unfenced", "in_pipe",
     )  # fmt: skip
 
     def __init__(self, machine, cta: CTA, index: int, nlanes: int) -> None:
@@ -126,6 +127,7 @@ class Warp:
         if machine.checking:
             self.clock = np.zeros((4, cta.cluster.nactors), np.int32)
             self.clock[0, self.actor] = 1
+        self.in_pipe: dict = {}  # tick -> (kind, cta_group, shape) of the operations of its tensor pipe (strict only)
         self.tpipe = cta.cluster.nwarps + self.actor  # actor of the tensor pipe this warp issues to
         self.lpipe = 2 * cta.cluster.nwarps + self.actor  # actor of its tcgen05.ld/st
 
@@ -287,6 +289,16 @@ class Warp:
             if wrong is not None:
                 text = f"{verb} {wrong.name}, which a wgmma.mma_async in flight uses"
                 self.machine.report("wgmma-register", self, ins, text, other_line=o.ins.line)
+                return
+
+    def check_loaded(self, regs, ins) -> None:
+        """Strict: registers of a tcgen05.ld that no tcgen05.wait::ld has followed (candidates: see ptx.tmem_loads)."""
+        for load, *_ in self.tld:
+            loaded = registers(load.operands[0])
+            wrong = next((r for r in regs if r in loaded), None)
+            if wrong is not None:
+                text = f"reads {wrong.name} of a tcgen05.ld, no tcgen05.wait::ld between: only the register dependence orders it"
+                self.machine.report("tcgen05-wait-ld", self, ins, text, other_line=load.line)
                 return
 
     def mark_written(self, keys, m) -> None:
