@@ -129,54 +129,39 @@ def planted_group_topk() -> None:
     run(indices, None, None, *results, 3000)
 
 
-def planted_sparse() -> None:
-    """The consumers read the flags of the mask ring before they wait for them."""
-    from sparse_cases import Case, make, outputs
+def spelled_out_kernel(race: str = ""):
+    """The sparse kernel's class with every hand-over in a form that racecheck follows. Nothing else differs, so that what it no
+    longer reports here were its reports of these forms:
 
-    from cute_kernels.jit import current_target, kernel_builder
-    from cute_kernels.kernels.sm90 import sparse_consumer, sparse_device, sparse_kernel, sparse_layout, sparse_prefill
+    - One lane arrives at an mbarrier for a warp that has synchronised: here every lane arrives. racecheck takes an arrival to
+      release the accesses of the arriving thread alone.
+    - bar.arrive on one side of a named barrier: here bar.sync on both. racecheck orders two threads by how many barriers each has
+      waited at, to which bar.arrive does not count.
+    - Warpgroup 0 waits at BAR_LEFT, alone: here warpgroup 1 waits at one of its own too, so that the numbers stay equal.
 
-    class EarlyRead(sparse_kernel.SparsePrefillSm90):
-        @cute.jit
-        def read_info(self, right: cutlass.Constexpr[int], it, c):
-            sparse_device.load_shared_u32(c.info + (it & 1) * sparse_layout.INFO_STAGE, sparse_layout.INFO_FLAGS)
-            return sparse_consumer.Consumer.read_info(self, right, it, c)
-
-    @kernel_builder("planted_sparse", archs=("sm_90a",))
-    def build(config, arch):
-        return sparse_prefill.build(config, EarlyRead, tensor_maps=False)
-
-    args = make(Case(4, 64, 600, 450))
-    config = sparse_prefill.Config(576, False, False, False, False, False)
-    run = build(config, current_target(args["q"].device))
-    run(args["q"], args["kv"], args["indices"], *outputs(args), None, None, None, args["sm_scale"], 4, 132)
-
-
-def spelled_out(race: bool = False, heads: int = 64, **options) -> None:
-    """The sparse kernel with every hand-over in a form that racecheck follows from thread to thread: all 32 lanes arrive at the
-    ring's mbarriers where one lane arrives for a synchronised warp, and bar.sync stands where bar.arrive does. Nothing else
-    differs, so what racecheck no longer reports here were its reports of those two forms.
-
-    race: warpgroup 0 reads warpgroup 1's maxima before the barrier instead of behind it."""
-    from sparse_cases import Case, make, outputs
-
-    from cute_kernels.jit import current_target, kernel_builder
-    from cute_kernels.kernels.sm90 import sparse_prefill
-
+    race: "exchange": warpgroup 0 reads warpgroup 1's maxima before the barrier; "ring": the consumers read a word of the ring
+    before its mbarrier, too.
+    """
     package = "cute_kernels.kernels.sm90."
     one_lane = "        if {0}lane == 0:\n            cute.arch.mbarrier_arrive({0}bars + INFO_{1} + stage)"
     arrive = "        cute.arch.mbarrier_arrive({0}bars + INFO_{1} + stage)"
-    wait = "        cute.arch.barrier(barrier_id=BAR_B, number_of_threads=256)\n"
+    line = "        cute.arch.barrier{0}(barrier_id={1}, number_of_threads={2})\n"
+    no_b = "    " + line.format("_arrive", "BAR_B", 256) + "    " + line.format("", "BAR_A", 256)
+    qk = line.format("", "BAR_QK", 256)
     take = "        self.take_reference(EX_MAX_B, c)\n"
-    line = "            cute.arch.barrier{0}(barrier_id={1}, number_of_threads=256)\n"
-    no_b = line.format("_arrive", "BAR_B") + line.format("", "BAR_A")
-    consumer, _ = edited(
-        package + "sparse_consumer",
+    wait = "        cute.arch.mbarrier_wait(c.bars + INFO_FULL + stage, (it >> 1) & 1)\n"
+    edits = [
         (one_lane.format("c.", "EMPTY"), arrive.format("c.", "EMPTY"), 1),
         (no_b, "".join(reversed(no_b.splitlines(True))), 1),  # as bar.sync in warpgroup 0's order
+        (qk, qk + "        if const_expr(self.d_qk == 576):\n    " + line.format("", "6", 128), 1),
         ("barrier_arrive(barrier_id", "barrier(barrier_id", 3),
-        *([(wait + take, take + wait, 1)] if race else []),
-    )
+    ]
+    if race == "exchange":
+        edits.append((line.format("", "BAR_B", 256) + take, take + line.format("", "BAR_B", 256), 1))
+    if race == "ring":
+        early = "        dev.load_shared_v2(c.info + stage * INFO_STAGE + c.group0, INFO_BLOCK * right)\n"
+        edits.append((wait, early + wait, 1))
+    consumer, _ = edited(package + "sparse_consumer", *edits)
     producer, _ = edited(package + "sparse_producer", (one_lane.format("", "FULL"), arrive.format("", "FULL"), 1))
     kernel, _ = edited(
         package + "sparse_kernel",
@@ -185,10 +170,18 @@ def spelled_out(race: bool = False, heads: int = 64, **options) -> None:
         (package + "sparse_consumer", consumer.__name__, 1),
         (package + "sparse_producer", producer.__name__, 1),
     )
+    return kernel.SparsePrefillSm90
+
+
+def spelled_out(heads: int, race: str = "", **options) -> None:
+    from sparse_cases import Case, make, outputs
+
+    from cute_kernels.jit import current_target, kernel_builder
+    from cute_kernels.kernels.sm90 import sparse_prefill
 
     @kernel_builder(f"sparse_spelled_out_{race}", archs=("sm_90a",), sources=(__file__,))
     def build(config, arch):
-        return sparse_prefill.build(config, kernel.SparsePrefillSm90, tensor_maps=False)
+        return sparse_prefill.build(config, spelled_out_kernel(race), tensor_maps=False)
 
     args = make(Case(5, heads, 300, 384, length="random", bad=0.2, sink=True, **options))
     group = args.get("head_group_size", 16)
@@ -298,15 +291,16 @@ CASES = {
     "active chunks": lambda: active(1, [90, 900], ctas=8),
     "active cluster": lambda: active(3, [2, 40, 400], cluster=8),
     "active prefill": lambda: active(520, [300, 0, 700]),
-    "sparse 64, spelled out": spelled_out,
-    "sparse 128, masked, spelled out": lambda: spelled_out(heads=128, group=16),
+    "sparse 64, spelled out": lambda: spelled_out(64),
+    "sparse 70, d 512, spelled out": lambda: spelled_out(70, d_qk=512),
+    "sparse 128, masked, spelled out": lambda: spelled_out(128, group=16),
     "control: named barrier": lambda: control(False, False),
     "control: named barrier, spelled out": lambda: control(False, True),
     "control: ring": lambda: control(True, False),
     "control: ring, spelled out": lambda: control(True, True),
     "planted group_topk": planted_group_topk,
-    "planted sparse": planted_sparse,
-    "planted sparse, spelled out": lambda: spelled_out(race=True),
+    "planted sparse, exchange, spelled out": lambda: spelled_out(64, "exchange"),
+    "planted sparse, ring, spelled out": lambda: spelled_out(64, "ring"),
     "planted active": planted_active,
 }
 
@@ -315,15 +309,13 @@ STATIC = 1024  # bytes of shared memory in front of the dynamic part, which race
 
 
 def known_areas(d_qk: int) -> list[range]:
-    """Shared bytes of the sparse kernel that racecheck reports although they are handed over in order, in the two ways of
-    `Exchange`: maxima of the other warpgroup behind a named barrier, and the mask words of the ring (not its flags)."""
+    """Shared bytes of the sparse kernel that racecheck reports although they are handed over in order: the ring and the exchanged
+    maxima and sums. `spelled_out_kernel` says why, and shows it by having no report."""
     from cute_kernels.kernels.sm90 import sparse_layout as layout
 
     tiles = 3 * d_qk // 64 + (2 if d_qk == 512 else 1)
     ring = STATIC + tiles * layout.TILE_BYTES
-    exchange = (ring + 2 * layout.INFO_STAGE + 15) // 16 * 16
-    masks = [range(ring + i * layout.INFO_STAGE, ring + i * layout.INFO_STAGE + layout.INFO_FLAGS) for i in range(2)]
-    return [*masks, range(exchange, exchange + layout.EX_BYTES)]
+    return [range(ring, (ring + 2 * layout.INFO_STAGE + 15) // 16 * 16 + layout.EX_BYTES)]
 
 
 def sanitize(tool: str, case: str) -> tuple[list[str], str]:
@@ -368,7 +360,7 @@ def main() -> None:
             rest = len(found) - len(known)
             fine = (case.startswith("control") or (rest > 0) == planted) and found != ["failed"]
             failed += not fine
-            note = f", {len(known)} in areas handed over as in the controls" if known else ""
+            note = f", {len(known)} in the ring and the exchange area" if known else ""
             print(f"{tool:9s} {case:26s} {'as expected' if fine else 'NOT AS EXPECTED'}: {rest} reported{note}", flush=True)
             if not fine:
                 print("    ", sorted(set(found))[:40])
