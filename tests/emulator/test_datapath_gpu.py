@@ -347,7 +347,7 @@ def random_map(
     inner = int(rng.choice([b for b in (16, 32, 64, 128, 256) if b <= span])) // size
     inner = max(inner, 16 // size)
     box, steps, dims = [inner], [1], [int(rng.integers(1, 3 * inner + 2))]
-    room = 16384 // (inner * size)
+    room = 16384 // (inner * size if swizzle == "none" else span)  # rows stand a swizzle's width apart
     for _ in range(rank - 1):
         b = int(rng.integers(1, min(room, 24 if rank < 4 else 5) + 1))
         room = max(room // b, 1)

@@ -8,6 +8,7 @@ import pytest
 import tensor_copies
 
 from cute_kernels.emulator.datapath import IllegalOperand
+from cute_kernels.emulator.datapath.swizzle import swizzle_offset
 from cute_kernels.emulator.datapath.tensormap import TensorMap
 from cute_kernels.emulator.datapath.tma import merge_ranges, plan_tile, reduce_bytes
 
@@ -322,3 +323,18 @@ def test_replay_of_an_h200():
             plan.store(smem, write, write) if c.kind == "store" else plan.reduce(smem, update, "add", update)
             got = data
         assert tensor_copies.digest(got) == digest, (i, c)
+
+
+@pytest.mark.parametrize("swizzle, span", [("32B", 32), ("64B", 64), ("128B", 128)])
+def test_rows_narrower_than_the_swizzle_stand_its_width_apart(swizzle, span):
+    """Shared memory between the rows keeps what it had; the mbarrier counts the box's bytes alone."""
+    array = np.arange(64 * 16, dtype=np.uint8).reshape(64, 16)
+    tmap = TensorMap.tiled(array, box=(9, 16), swizzle=swizzle)
+    plan = plan_tile(tmap, (0, 5), 2048)
+    smem = np.full(228 * 1024, 0xEE, np.uint8)
+    plan.load(Global(array).read, smem)
+    at = [swizzle_offset(2048 + span * row, swizzle) for row in range(9)]
+    for row, offset in enumerate(at):
+        assert np.array_equal(smem[offset : offset + 16], array[5 + row])
+    assert (smem != 0xEE).sum() <= 9 * 16 == plan.tx_bytes and plan.smem_span == 8 * span + 16
+    assert np.array_equal(plan.tile(smem), array[5:14])

@@ -2,9 +2,10 @@
 
 A plan is cut along dimension 0: one *chunk* per innermost row of the box. All rows share the same in-range part of
 dimension 0, so a chunk is (address, bytes) with one byte count for the whole plan; rows outside the tensor in another
-dimension have address -1. In shared memory the tile is dense with dimension 0 fastest, and the swizzle then XORs the
-absolute byte address, 16 bytes at a time. Elements outside the tensor read as zero (or the out-of-bound NaN) and still
-count towards the transaction bytes; they are never written.
+dimension have address -1. In shared memory the tile is dense with dimension 0 fastest, or its rows stand a swizzle's width
+apart where they are narrower than that, and the swizzle then XORs the absolute byte address, 16 bytes at a time. Elements
+outside the tensor read as zero (or the out-of-bound NaN) and still count towards the transaction bytes; they are never
+written.
 
 Geometry (which rows, where in shared memory) is cached apart from coordinates, so a plan costs a few microseconds.
 """
@@ -18,7 +19,7 @@ import numpy as np
 
 from .errors import IllegalOperand
 from .formats import decode, encode
-from .swizzle import swizzle_offset
+from .swizzle import SPAN, swizzle_offset
 from .tensormap import TensorMap
 
 ReadGlobal = Callable[[np.ndarray, int], np.ndarray]
@@ -40,10 +41,16 @@ _NAN = {  # a sum that is no number; f64 by analogy
 REDUCE_OPS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
+def _row_pitch(row_bytes: int, swizzle: str) -> int:
+    """Bytes from one row of the tile to the next: a row narrower than the swizzle's takes the swizzle's width all the same."""
+    return row_bytes if swizzle == "none" else max(row_bytes, SPAN[swizzle])
+
+
 @lru_cache(maxsize=1024)
 def _smem_granules(rows: int, row_bytes: int, smem_offset: int, swizzle: str) -> np.ndarray:
     """int64[rows * row_bytes / 16]: index of the 16-byte granule where each granule of the tile lands."""
-    linear = smem_offset + np.arange(0, rows * row_bytes, 16, dtype=np.int64)
+    starts = smem_offset + np.arange(rows, dtype=np.int64) * _row_pitch(row_bytes, swizzle)
+    linear = (starts[:, None] + np.arange(0, row_bytes, 16, dtype=np.int64)).reshape(-1)
     granules = swizzle_offset(linear, swizzle) >> 4
     granules.setflags(write=False)
     return granules
@@ -81,6 +88,8 @@ class TmaPlan:
         smem_granules: int64[m], index of the 16-byte granule of shared memory of every 16 bytes of the tile, in tile
             order, after the swizzle. `smem_offsets` are the same in bytes.
         tx_bytes: bytes that complete on the mbarrier: the full box, out-of-range elements included.
+        smem_span: bytes from the tile's first to its last in shared memory: more than tx_bytes where its rows are narrower than
+            the swizzle's.
         spill_bytes: bytes by which `chunk_bytes` falls short of a multiple of 16 where a store or reduction ends inside
             one. The hardware writes those too (seen on an H200), with what the tile holds there.
     """
@@ -104,6 +113,11 @@ class TmaPlan:
     @property
     def smem_offsets(self) -> np.ndarray:
         return self.smem_granules << 4
+
+    @property
+    def smem_span(self) -> int:
+        rows = len(self.gmem_chunks)
+        return (rows - 1) * _row_pitch(self.row_bytes, self.tensor.swizzle) + self.row_bytes
 
     @cached_property
     def smem_ranges(self) -> tuple[np.ndarray, np.ndarray]:
@@ -327,7 +341,7 @@ def _geometry(tmap: TensorMap, smem_offset: int, mode: str, direction: str) -> t
         if (mode == "gather4") != (direction == "load"):
             raise IllegalOperand("direction", direction, "gather4 loads, scatter4 stores")
         rows = 4
-    if smem_offset < 0 or smem_offset + rows * row_bytes > _SMEM_BYTES:
-        raise IllegalOperand("shared-memory address", smem_offset,
-                             f"{rows * row_bytes} bytes pass the end of {_SMEM_BYTES}")
+    span = rows * _row_pitch(row_bytes, tmap.swizzle)
+    if smem_offset < 0 or smem_offset + span > _SMEM_BYTES:
+        raise IllegalOperand("shared-memory address", smem_offset, f"{span} bytes pass the end of {_SMEM_BYTES}")
     return _smem_granules(rows, row_bytes, smem_offset, tmap.swizzle), rows, row_bytes

@@ -434,7 +434,7 @@ def _issue_load(w, ins, targets, tx: int, put, addresses, nbytes: int, plan=None
     """Issue a load into each target: checks now, data and complete_tx when the schedule says so."""
     machine = w.machine
     for cta, off, bar in targets:
-        _check_range(w, cta, off, tx, ins)
+        _check_range(w, cta, off, tx if plan is None else plan.smem_span, ins)
         check_init_fence(w, bar, ins)
         clock = None
         if w.clock is not None:
@@ -578,7 +578,7 @@ def _bulk_tensor(ins: Instr):
                 at = tuple(int(c(w)[lane]) for c in coords)
                 off = int(get_src(w)[lane]) & 0xFFFFFF
                 plan = w.machine.cached_plan(plan_tile, tmap, at, off, mode=mode, direction="reduce" if reduce_op else "store")
-                _check_range(w, cta, off, plan.tx_bytes, ins)
+                _check_range(w, cta, off, plan.smem_span, ins)
                 live = plan.gmem_chunks[plan.gmem_chunks >= 0]
                 for a in (int(live.min()), int(live.max())) if len(live) and plan.chunk_bytes else ():
                     if memory.find(a, plan.chunk_bytes) is None:
