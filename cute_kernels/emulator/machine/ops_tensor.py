@@ -118,10 +118,15 @@ def pipe_order(w, clock, what: tuple):
 
 
 def check_pipe_order(w, cta, g, order, ins, write: bool) -> None:
-    """Strict: accesses of this warp's tensor pipe that may be incomplete and are not pipelined with this one."""
+    """Strict: accesses of this warp's tensor pipe that may be incomplete and are not pipelined with this one.
+
+    A product may overwrite what an earlier one of the thread reads as A in tensor memory. The ISA does not promise that order, but
+    FlashAttention 4 lives on it: the next logits go over the weights of the product before, with no wait.
+    """
     first, own, what = order
     sh = cta.tshadow
-    for actors, ticks, lines in ((sh.wa, sh.wc, sh.wl), (sh.ra, sh.rc, sh.rl))[: 1 + write]:
+    reads = write and what[0] != "mma"
+    for actors, ticks, lines in ((sh.wa, sh.wc, sh.wl), (sh.ra, sh.rc, sh.rl))[: 1 + reads]:
         c = ticks[g]
         open_ = (actors[g] == w.tpipe) & (c >= first) & (c != own)
         if not open_.any():

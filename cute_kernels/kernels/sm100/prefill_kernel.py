@@ -15,7 +15,8 @@ Tensor memory, columns: S of tile t at 128 t, P over its first half (16-bit); O 
 
 Ring: slots of one K or V tile in the order K0, K1, V0, K2, V1, ..., its barriers full and empty as in attention_base. The tensor
 core's order, for each key tile j: P V of tile 0, then Q K^T of its next key tile; the same for tile 1. MMAs of one thread run in
-order: S(j + 1) overwrites P(j) after it has been read, and s_full of j + 1 says that P V of j is done.
+order: S(j + 1) overwrites P(j) after it has been read, and s_full of j + 1 says that P V of j is done. The ISA promises that order
+only for products of one shape and accumulator; FlashAttention 4 relies on it here too, and a wait would idle the tensor core.
 
 Barriers (count; who arrives; who waits). All start in phase 0; key tile j is phase j of s_full and p_full.
   q_full[t]   4   the tile's softmax warps, Q written                                                       MMA thread
