@@ -100,3 +100,16 @@ def test_plot(tmp_path):
     rows = [["2026-01-01", "GPU", case, name, "1.0", "2.0"] for case in "ab" for name in ("ours", "FlashMLA")]
     sparse_timing.plot(rows, str(tmp_path / "x.png"))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("race", ["", "exchange", "ring"])
+@pytest.mark.parametrize("spelled_out", [False, True])
+def test_the_sanitizers_edits_still_fit_the_kernel(spelled_out, race):
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    import sanitize
+
+    from cute_kernels.kernels.sm90 import sparse_kernel
+
+    made = sanitize.edited_sparse(spelled_out, race)
+    assert made is not sparse_kernel.SparsePrefillSm90 and made.__name__ == "SparsePrefillSm90"
+    assert made.__mro__[1].__module__ == "planted_sparse_producer" and made.__mro__[2].__module__ == "planted_sparse_consumer"

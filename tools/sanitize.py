@@ -86,7 +86,9 @@ def planted_active() -> None:
     def build(variant, arch):
         options = variant._asdict()
         del options["ctas"]
-        return module.DecodeKernel(**options), published(variant, arch)[1]
+        called, arguments = published(variant, arch)
+        called.kernel = module.DecodeKernel(**options)
+        return called, arguments
 
     published = decode.decode_kernel.build
     active(1, [300], edit=build, stages=2)
@@ -129,9 +131,11 @@ def planted_group_topk() -> None:
     run(indices, None, None, *results, 3000)
 
 
-def spelled_out_kernel(race: str = ""):
-    """The sparse kernel's class with every hand-over in a form that racecheck follows. Nothing else differs, so that what it no
-    longer reports here were its reports of these forms:
+def edited_sparse(spelled_out: bool, race: str = ""):
+    """The sparse kernel's class, edited.
+
+    spelled_out: every hand-over in a form that racecheck 2025.3 follows. Nothing else differs, so that what it no longer reports
+    were its reports of these forms:
 
     - One lane arrives at an mbarrier for a warp that has synchronised: here every lane arrives. racecheck takes an arrival to
       release the accesses of the arriving thread alone.
@@ -146,42 +150,44 @@ def spelled_out_kernel(race: str = ""):
     one_lane = "        if {0}lane == 0:\n            cute.arch.mbarrier_arrive({0}bars + INFO_{1} + stage)"
     arrive = "        cute.arch.mbarrier_arrive({0}bars + INFO_{1} + stage)"
     line = "        cute.arch.barrier{0}(barrier_id={1}, number_of_threads={2})\n"
-    no_b = "    " + line.format("_arrive", "BAR_B", 256) + "    " + line.format("", "BAR_A", 256)
-    qk = line.format("", "BAR_QK", 256)
-    take = "        self.take_reference(EX_MAX_B, c)\n"
-    wait = "        cute.arch.mbarrier_wait(c.bars + INFO_FULL + stage, (it >> 1) & 1)\n"
-    edits = [
-        (one_lane.format("c.", "EMPTY"), arrive.format("c.", "EMPTY"), 1),
-        (no_b, "".join(reversed(no_b.splitlines(True))), 1),  # as bar.sync in warpgroup 0's order
-        (qk, qk + "        if const_expr(self.d_qk == 576):\n    " + line.format("", "6", 128), 1),
-        ("barrier_arrive(barrier_id", "barrier(barrier_id", 3),
-    ]
+    of_consumer, of_producer, of_kernel = [], [], []
     if race == "exchange":
-        edits.append((line.format("", "BAR_B", 256) + take, take + line.format("", "BAR_B", 256), 1))
+        take = "        self.take_reference(EX_MAX_B, c)\n"
+        of_consumer.append((line.format("", "BAR_B", 256) + take, take + line.format("", "BAR_B", 256), 1))
     if race == "ring":
+        wait = "        cute.arch.mbarrier_wait(c.bars + INFO_FULL + stage, (it >> 1) & 1)\n"
         early = "        dev.load_shared_v2(c.info + stage * INFO_STAGE + c.group0, INFO_BLOCK * right)\n"
-        edits.append((wait, early + wait, 1))
-    consumer, _ = edited(package + "sparse_consumer", *edits)
-    producer, _ = edited(package + "sparse_producer", (one_lane.format("", "FULL"), arrive.format("", "FULL"), 1))
-    kernel, _ = edited(
-        package + "sparse_kernel",
-        ("mbarrier_init(bars + INFO_FULL + i, 1)", "mbarrier_init(bars + INFO_FULL + i, 32)", 1),
-        ("mbarrier_init(bars + INFO_EMPTY + i, 8)", "mbarrier_init(bars + INFO_EMPTY + i, 256)", 1),
-        (package + "sparse_consumer", consumer.__name__, 1),
-        (package + "sparse_producer", producer.__name__, 1),
-    )
-    return kernel.SparsePrefillSm90
+        of_consumer.append((wait, early + wait, 1))
+    if spelled_out:
+        qk = line.format("", "BAR_QK", 256)
+        no_b = "    " + line.format("_arrive", "BAR_B", 256) + "    " + line.format("", "BAR_A", 256)
+        of_consumer += [
+            (one_lane.format("c.", "EMPTY"), arrive.format("c.", "EMPTY"), 1),
+            (no_b, "".join(reversed(no_b.splitlines(True))), 1),  # as bar.sync in warpgroup 0's order
+            (qk, qk + "        if const_expr(self.d_qk == 576):\n    " + line.format("", "6", 128), 1),
+            ("barrier_arrive(barrier_id", "barrier(barrier_id", 3),
+        ]
+        of_producer.append((one_lane.format("", "FULL"), arrive.format("", "FULL"), 1))
+        of_kernel += [
+            ("mbarrier_init(bars + INFO_FULL + i, 1)", "mbarrier_init(bars + INFO_FULL + i, 32)", 1),
+            ("mbarrier_init(bars + INFO_EMPTY + i, 8)", "mbarrier_init(bars + INFO_EMPTY + i, 256)", 1),
+        ]
+    consumer, _ = edited(package + "sparse_consumer", *of_consumer)
+    producer, _ = edited(package + "sparse_producer", *of_producer)
+    names = [(package + m.__name__.removeprefix("planted_"), m.__name__, 1) for m in (consumer, producer)]
+    return edited(package + "sparse_kernel", *of_kernel, *names)[0].SparsePrefillSm90
 
 
-def spelled_out(heads: int, race: str = "", **options) -> None:
+def sparse_edited(heads: int, spelled_out: bool, race: str = "", **options) -> None:
     from sparse_cases import Case, make, outputs
 
     from cute_kernels.jit import current_target, kernel_builder
     from cute_kernels.kernels.sm90 import sparse_prefill
+    from cute_kernels.kernels.sparse_arguments import build as arguments_of
 
-    @kernel_builder(f"sparse_spelled_out_{race}", archs=("sm_90a",), sources=(__file__,))
+    @kernel_builder(f"sparse_edited_{spelled_out}_{race}", archs=("sm_90a",), sources=(__file__,))
     def build(config, arch):
-        return sparse_prefill.build(config, spelled_out_kernel(race), tensor_maps=False)
+        return arguments_of(config, edited_sparse(spelled_out, race), tensor_maps=False)
 
     args = make(Case(5, heads, 300, 384, length="random", bad=0.2, sink=True, **options))
     group = args.get("head_group_size", 16)
@@ -291,16 +297,18 @@ CASES = {
     "active chunks": lambda: active(1, [90, 900], ctas=8),
     "active cluster": lambda: active(3, [2, 40, 400], cluster=8),
     "active prefill": lambda: active(520, [300, 0, 700]),
-    "sparse 64, spelled out": lambda: spelled_out(64),
-    "sparse 70, d 512, spelled out": lambda: spelled_out(70, d_qk=512),
-    "sparse 128, masked, spelled out": lambda: spelled_out(128, group=16),
+    "sparse 64, spelled out": lambda: sparse_edited(64, True),
+    "sparse 70, d 512, spelled out": lambda: sparse_edited(70, True, d_qk=512),
+    "sparse 128, masked, spelled out": lambda: sparse_edited(128, True, group=16),
     "control: named barrier": lambda: control(False, False),
     "control: named barrier, spelled out": lambda: control(False, True),
     "control: ring": lambda: control(True, False),
     "control: ring, spelled out": lambda: control(True, True),
     "planted group_topk": planted_group_topk,
-    "planted sparse, exchange, spelled out": lambda: spelled_out(64, "exchange"),
-    "planted sparse, ring, spelled out": lambda: spelled_out(64, "ring"),
+    "planted sparse, exchange": lambda: sparse_edited(64, False, "exchange"),
+    "planted sparse, ring": lambda: sparse_edited(64, False, "ring"),
+    "planted sparse, exchange, spelled out": lambda: sparse_edited(64, True, "exchange"),
+    "planted sparse, ring, spelled out": lambda: sparse_edited(64, True, "ring"),
     "planted active": planted_active,
 }
 
@@ -310,7 +318,7 @@ STATIC = 1024  # bytes of shared memory in front of the dynamic part, which race
 
 def known_areas(d_qk: int) -> list[range]:
     """Shared bytes of the sparse kernel that racecheck reports although they are handed over in order: the ring and the exchanged
-    maxima and sums. `spelled_out_kernel` says why, and shows it by having no report."""
+    maxima and sums. `edited_sparse` says why, and shows it by having no report."""
     from cute_kernels.kernels.sm90 import sparse_layout as layout
 
     tiles = 3 * d_qk // 64 + (2 if d_qk == 512 else 1)
