@@ -1,32 +1,34 @@
 #!/usr/bin/env python3
 """Decoding with fish-speech 0.1.0's model at S2-Pro's shape: unmodified, its published active-prefix slice, and ours.
 
-    tools/bench_decode_model.py                         all variants, eager and compiled, one process each
+    tools/bench_decode_model.py                         all variants in all modes, one process each
     tools/bench_decode_model.py --variants ours --modes eager
     tools/bench_decode_model.py --check                 teacher-forced logits on the GPU, against float32
     tools/bench_decode_model.py --tiny                  a toy shape on the CPU
 
 36 layers, 32/8 heads, D 128, capacity 32768, bf16, random weights; a prompt of 234 tokens, then upstream's own `decode_n_tokens`
-(its loop, its sampler, its end check, its codebook layers) to about 400. Needs fish-speech==0.1.0, installed with --no-deps, and
-this package's extra "integrations".
+(its loop, its sampler, its end check, its codebook layers) to 400. Needs fish-speech==0.1.0, installed with --no-deps, and this
+package's extra "integrations".
 
     full    the model as published: the whole capacity, KV heads expanded, MATH attention
     slice   fish-speech's later change (pull request 1312): mask, K and V first cut to the filled length, a Python int
     ours    use_active_attention(model)
 
-compile is torch.compile(decode_one_token, fullgraph=True): for full and ours with mode "reduce-overhead" (CUDA graphs), as
-fish-speech 0.1.0 has it; for slice with dynamic=True and the default mode, since its shapes change every token.
+    eager   decode_one_token as it is
+    graph   the same captured once, cuda_graph_step(); not slice, whose shapes change every token
+    compile torch.compile(decode_one_token, fullgraph=True), with mode "reduce-overhead" (CUDA graphs) as fish-speech 0.1.0 has it;
+            for slice with dynamic=True and the default mode
+    layers  torch.compile of a layer, which all layers share (seconds instead of minutes); full and ours captured as in graph
 
-Columns: tokens/s of the loop by the wall clock; device ms a token, the sum of its kernels' times by torch.profiler; host ms a
-token, the median time until decode_one_token returns; peak reserved GB of prefill and decode. The processes compile in parallel and
-measure one at a time (a file lock).
+Columns: tokens/s of the loop by the wall clock; device ms a token, the sum of its kernels' times by torch.profiler, and how many
+they are; host ms a token, the median time until decode_one_token returns; peak reserved GB of prefill and decode. The processes of
+the graph and the compiled modes warm up together and then measure one at a time; then those of the eager mode.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import fcntl
 import functools
 import json
 import os
@@ -45,7 +47,8 @@ from requirements_check import need_gpu, need_module  # noqa: E402
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 VARIANTS = ("full", "slice", "ours")
-MODES = ("eager", "compile")
+MODES = ("eager", "graph", "compile", "layers")
+TOGETHER = (("compile", "layers", "graph"), ("eager",))  # measured while nothing compiles
 # S2-Pro's slow part has the shape of a 4 B Qwen3; four layers of the same width for the ten codebooks.
 S2_PRO = dict(
     vocab_size=155776, n_layer=36, n_head=32, n_local_heads=8, head_dim=128, dim=2560, intermediate_size=9728, max_seq_len=32768,
@@ -134,13 +137,28 @@ def make_step(variant: str, mode: str, length, backend: str = "inductor"):
         length.value = None
         return out
 
-    if mode == "eager":
+    if mode == "eager" or (variant == "slice" and mode == "layers"):
         return step
+    if mode in ("graph", "layers"):
+        from cute_kernels.integrations.fish_speech import cuda_graph_step
+
+        captured = cuda_graph_step()
+        return lambda kv_len, **arguments: captured(**arguments)
     torch._inductor.config.coordinate_descent_tuning = False  # minutes of tuning, for elementwise kernels
     if variant == "slice":
         return torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
     graphs = {"mode": "reduce-overhead"} if backend == "inductor" else {}
     return torch.compile(step, backend=backend, fullgraph=True, dynamic=False, **graphs)
+
+
+def compile_layers(model, variant: str, backend: str) -> None:
+    """One compilation for the slow layers and one for the codebook layers: their weights and caches are inputs."""
+    import torch
+
+    torch._inductor.config.coordinate_descent_tuning = False
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # the slice's length
+    for block in (*model.layers, *model.fast_layers):
+        block.compile(backend=backend, fullgraph=True, dynamic=variant == "slice")
 
 
 class Decoder:
@@ -153,6 +171,8 @@ class Decoder:
         self.torch, self.inference, self.model, self.device, self.prompt = torch, inference, model, device, prompt
         self.variant = variant
         self.length = prepare(model, variant)
+        if mode == "layers":
+            compile_layers(model, variant, backend)
         self.step = make_step(variant, mode, self.length, backend)
         self.eager = make_step(variant, "eager", self.length)
         config = model.config
@@ -170,10 +190,11 @@ class Decoder:
         """The first token, eager as upstream has it, and the position after the prompt."""
         torch = self.torch
         position = torch.arange(0, self.prompt, device=self.device)
-        token = self.eager(
-            self.prompt if self.variant == "slice" else None, model=self.model, x=self.ids[None], input_pos=position,
-            audio_masks=None, audio_parts=None, **self.sampling,
-        )  # fmt: skip
+        with torch.compiler.set_stance("force_eager"):
+            token = self.eager(
+                self.prompt if self.variant == "slice" else None, model=self.model, x=self.ids[None], input_pos=position,
+                audio_masks=None, audio_parts=None, **self.sampling,
+            )  # fmt: skip
         return token, torch.tensor([self.prompt], device=self.device, dtype=torch.int)
 
     def decode(self, token, position, start: int, count: int):
@@ -204,7 +225,7 @@ def measure(args: argparse.Namespace, variant: str, mode: str) -> dict:
     shape = TINY if args.tiny else S2_PRO
     synchronize = torch.cuda.synchronize if gpu else lambda: None
     made: dict = {"variant": variant, "mode": mode}
-    with torch.inference_mode() if mode == "eager" else torch.no_grad():
+    with torch.no_grad() if mode == "compile" else torch.inference_mode():
         began = time.perf_counter()
         decoder = Decoder(make_model(shape, torch.bfloat16, device), variant, mode, device, args.prompt, args.backend)
         if gpu:
@@ -216,26 +237,26 @@ def measure(args: argparse.Namespace, variant: str, mode: str) -> dict:
         decoder.decode(*decoder.prefill(), args.prompt, args.warm)
         synchronize()
         made["warm_s"] = round(time.perf_counter() - began, 1)
-        if gpu and mode == "compile":  # compilation's own buffers are not the model's
+        if gpu and mode in ("compile", "layers"):  # compilation's own buffers are not the model's
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        with open(args.lock, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            rates = []
-            for _ in range(args.repeat):
-                token, position = decoder.prefill()
-                decoder.host.clear()
-                synchronize()
-                began = time.perf_counter()
-                decoder.decode(token, position, args.prompt, args.tokens)
-                synchronize()
-                rates.append(args.tokens / (time.perf_counter() - began))
-            made["tokens_per_s"] = round(statistics.median(rates), 2)
-            made["host_ms"] = round(1e3 * statistics.median(decoder.host), 3)
-            if gpu:
-                made["reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
-                made["device_ms"] = round(device_time(decoder, args), 3)
-                made["gpu"] = torch.cuda.get_device_name()
+        if args.turn:
+            wait_for_turn(Path(args.turn))
+        rates = []
+        for _ in range(args.repeat):
+            token, position = decoder.prefill()
+            decoder.host.clear()
+            synchronize()
+            began = time.perf_counter()
+            decoder.decode(token, position, args.prompt, args.tokens)
+            synchronize()
+            rates.append(args.tokens / (time.perf_counter() - began))
+        made["tokens_per_s"] = round(statistics.median(rates), 2)
+        made["host_ms"] = round(1e3 * statistics.median(decoder.host), 3)
+        if gpu:
+            made["reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
+            made.update(device_time(decoder))
+            made["gpu"] = torch.cuda.get_device_name()
     if variant == "ours":
         import cute_kernels
 
@@ -243,19 +264,31 @@ def measure(args: argparse.Namespace, variant: str, mode: str) -> dict:
     return made
 
 
-def device_time(decoder: Decoder, args: argparse.Namespace) -> float:
-    """Milliseconds of kernels and copies a token, over five tokens at the end of the text."""
+def wait_for_turn(turn: Path) -> None:
+    turn.with_suffix(".ready").touch()
+    while not turn.with_suffix(".go").exists():
+        time.sleep(0.02)
+
+
+def device_time(decoder: Decoder) -> dict:
+    """Milliseconds of kernels and copies a token, and their number, over five tokens to a length of 400."""
     import torch
 
     count = 5
-    start = args.prompt + args.tokens
+    start = 400 - count
     token, _ = decoder.prefill()
     position = torch.tensor([start], device=decoder.device, dtype=torch.int)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decoder.decode(token, position, start, count)
         torch.cuda.synchronize()
-    return sum(e.self_device_time_total for e in profile.key_averages()) / 1e3 / count
+    found = [(e.self_device_time_total / 1e3 / count, e.count / count, e.key) for e in profile.key_averages()]
+    found = sorted((e for e in found if e[0]), reverse=True)
+    return {
+        "device_ms": round(sum(ms for ms, _, _ in found), 3),
+        "kernels": round(sum(n for _, n, _ in found)),
+        "longest": "; ".join(f"{ms:.3f} ms {n:.0f} x {name[:60]}" for ms, n, name in found[:8]),
+    }
 
 
 def check(args: argparse.Namespace) -> dict:
@@ -293,19 +326,68 @@ def check(args: argparse.Namespace) -> dict:
 
 def table(rows: list[dict]) -> str:
     base = {r["mode"]: r["tokens_per_s"] for r in rows if r["variant"] == "full" and "tokens_per_s" in r}
-    head = ("variant", "mode", "tokens/s", "x full", "device ms", "host ms", "reserved GB", "warm s")
+    head = ("variant", "mode", "tokens/s", "x full", "device ms", "kernels", "host ms", "reserved GB", "warm s")
     lines = [head]
     for r in rows:
         if "error" in r:
             lines.append((r["variant"], r["mode"], "failed: " + r["error"]))
             continue
         speed = f"{r['tokens_per_s'] / base[r['mode']]:.2f}" if r["mode"] in base else "-"
-        cells = [r.get(k, "-") for k in ("tokens_per_s", "device_ms", "host_ms", "reserved_gb", "warm_s")]
+        cells = [r.get(k, "-") for k in ("tokens_per_s", "device_ms", "kernels", "host_ms", "reserved_gb", "warm_s")]
         lines.append((r["variant"], r["mode"], str(cells[0]), speed, *(str(c) for c in cells[1:])))
     widths = [max(len(line[i]) for line in lines if len(line) == len(head)) for i in range(len(head))]
     return "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(line, widths)) if len(line) == len(head) else "  ".join(line) for line in lines
     )
+
+
+class Run:
+    """The process of one line."""
+
+    def __init__(self, args: argparse.Namespace, variant: str, mode: str, folder: Path) -> None:
+        self.variant, self.mode = variant, mode
+        self.turn = folder / f"{variant}-{mode}"
+        command = [sys.executable, __file__, "--child", variant, mode, "--turn", str(self.turn)]
+        for name in ("prompt", "tokens", "warm", "repeat", "backend"):
+            command += [f"--{name}", str(getattr(args, name))]
+        self.log = open(self.turn.with_suffix(".log"), "w+")  # noqa: SIM115  (closed in row)
+        self.process = subprocess.Popen(command + ["--tiny"] * args.tiny, stdout=self.log, stderr=self.log)
+        self.late = ""
+
+    def warm(self) -> bool:
+        return self.turn.with_suffix(".ready").exists() or self.process.poll() is not None
+
+    def kill(self, why: str) -> None:
+        self.late = why
+        self.process.kill()
+        self.process.wait()
+
+    def row(self) -> dict:
+        self.log.seek(0)
+        text = self.log.read()
+        self.log.close()
+        if self.process.returncode == 0:
+            return json.loads(text.strip().splitlines()[-1])
+        print(f"== {self.variant} {self.mode}, exit status {self.process.returncode}\n{text[-3000:]}", file=sys.stderr)
+        error = self.late or (text.strip().splitlines() or ["no output"])[-1][:200]
+        return {"variant": self.variant, "mode": self.mode, "error": error}
+
+
+def run_together(runs: list[Run], timeout: float) -> list[dict]:
+    """Warm up side by side, then measure one after the other."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and not all(run.warm() for run in runs):
+        time.sleep(0.1)
+    for run in runs:
+        if not run.warm():
+            run.kill(f"not warm after {timeout:.0f} s")
+    for run in runs:
+        run.turn.with_suffix(".go").touch()
+        try:
+            run.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            run.kill(f"not measured after {timeout:.0f} s")
+    return [run.row() for run in runs]
 
 
 def main() -> int:
@@ -318,11 +400,11 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=20, help="tokens decoded before it (upstream's window fills at 16)")
     parser.add_argument("--repeat", type=int, default=1, help="loops measured; the median counts")
     parser.add_argument("--check", action="store_true", help="teacher-forced logits instead of speed")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for a process")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for all processes to warm up, and for each to measure")
     parser.add_argument("--backend", default="inductor", help="torch.compile's backend; aot_eager to trace alone")
     parser.add_argument("--csv", help="also write the table there")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    parser.add_argument("--turn", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.prompt = args.prompt or (20 if args.tiny else 234)
     args.tokens = args.tokens or (6 if args.tiny else 166)
@@ -335,31 +417,12 @@ def main() -> int:
     if args.child:
         print(json.dumps(measure(args, *args.child)))
         return 0
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        running = []
-        for variant in args.variants:
-            for mode in args.modes:
-                command = [sys.executable, __file__, "--child", variant, mode, "--lock", f"{folder}/lock"]
-                for name in ("prompt", "tokens", "warm", "repeat", "backend"):
-                    command += [f"--{name}", str(getattr(args, name))]
-                log = open(f"{folder}/{variant}-{mode}", "w+")  # noqa: SIM115  (closed below)
-                running.append((variant, mode, log, subprocess.Popen(command + ["--tiny"] * args.tiny, stdout=log, stderr=log)))
-        rows = []
-        end = time.monotonic() + args.timeout
-        for variant, mode, log, process in running:
-            try:
-                process.wait(max(1.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            log.seek(0)
-            text = log.read()
-            log.close()
-            if process.returncode == 0:
-                rows.append(json.loads(text.strip().splitlines()[-1]))
-            else:
-                print(f"== {variant} {mode}, exit status {process.returncode}\n{text[-3000:]}", file=sys.stderr)
-                rows.append({"variant": variant, "mode": mode, "error": (text.strip().splitlines() or ["no output"])[-1][:200]})
+        for modes in TOGETHER:
+            chosen = [(v, m) for m in modes if m in args.modes for v in args.variants if (v, m) != ("slice", "graph")]
+            rows += run_together([Run(args, *pair, Path(folder)) for pair in chosen], args.timeout)
+    rows.sort(key=lambda r: (args.modes.index(r["mode"]), args.variants.index(r["variant"])))
     print(table(rows))
     if args.csv:
         names = sorted({k for r in rows for k in r}, key=lambda k: (k not in ("variant", "mode"), k))

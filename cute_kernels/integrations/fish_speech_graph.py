@@ -53,11 +53,12 @@ def _memory(model: nn.Module) -> list[int]:
 class _Recorded:
     """One set of shapes: the tensors that a step reads, and once captured, its replay."""
 
-    def __init__(self, model: nn.Module, inputs: dict[str, Any], memory: list[int]) -> None:
-        self.model, self.memory = model, memory
+    def __init__(self, inputs: dict[str, Any], memory: list[int]) -> None:
+        self.memory = memory
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
             self.inputs = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
         self.constants = _Constants()
+        self.warm = False
         self.replay: Callable[[], None] | None = None
         self.out: Tensor | None = None
 
@@ -66,6 +67,11 @@ class _Recorded:
             if isinstance(value, Tensor):
                 self.inputs[name].copy_(value)
         with torch.no_grad():
+            if not self.warm:  # on the tensors of the capture: a compiled part of the step shall see nothing new there
+                with self.constants:
+                    out = step(**self.inputs)
+                self.warm = True
+                return out
             if self.replay is None:
                 with self.constants:
                     self.replay, self.out = _capture(lambda: step(**self.inputs))
@@ -100,14 +106,10 @@ def cuda_graph_step(step: Callable[..., Tensor] | None = None) -> Callable[..., 
         key = id(model), tuple((k, v.shape, v.dtype, v.device) for k, v in inputs.items() if isinstance(v, Tensor))
         memory = _memory(model)
         found = recorded.get(key)
-        if found is not None and found.memory == memory:
-            return found(step, inputs)
-        recorded.pop(key, None)  # its graph's memory goes first
-        found = _Recorded(model, inputs, memory)
-        with found.constants:
-            out = step(**inputs)
-        recorded[key] = found
-        return out
+        if found is None or found.memory != memory:
+            recorded.pop(key, None)  # its graph's memory goes first
+            found = recorded[key] = _Recorded(inputs, memory)
+        return found(step, inputs)
 
     return decode_one_token
 
