@@ -122,6 +122,12 @@ def pop_target(handle: _Pushed) -> None:
     items.pop()
 
 
+def pushed_target() -> Target | None:
+    """The innermost pushed target of this thread."""
+    items = _stack.items
+    return items[-1].target if items else None
+
+
 def current_target(device: torch.device) -> Target | None:
     """The target that kernels on tensors of `device` are for, or None if that device has no kernels.
 

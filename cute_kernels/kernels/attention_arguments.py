@@ -20,6 +20,12 @@ def unsupported(q: Tensor, k_cache: Tensor) -> str | None:
     return None
 
 
+def output_layouts(q: Tensor) -> tuple[tuple[tuple, tuple], tuple[tuple, tuple]]:
+    """(sizes, strides) of what the operator allocates: out, a contiguous [B, S, Hq, D] seen as [B, Hq, S, D], and lse."""
+    b, h_q, s, d = q.shape
+    return ((b, h_q, s, d), (s * h_q * d, d, h_q * d, 1)), ((b, h_q, s), (h_q * s, s, 1))
+
+
 def aligned(*tensors: Tensor | None) -> bool:
     """Every row starts at a multiple of 16 bytes (strides of dimensions of size 1 do not matter)."""
     for x in tensors:

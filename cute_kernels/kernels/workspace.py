@@ -18,6 +18,7 @@ class Workspace(NamedTuple):
     counters: Tensor
     floats: int
     n_counters: int
+    addresses: tuple[int, int]  # of both
 
 
 _workspaces: dict[tuple[int, int], Workspace] = {}  # (device, stream), or (device, -1) for graph captures
@@ -39,7 +40,8 @@ def _allocate_to_keep(device: torch.device, floats: int, counters: int) -> Works
 
 def _allocate(device: torch.device, floats: int, counters: int) -> Workspace:
     partials = torch.empty(floats, dtype=torch.float32, device=device)
-    return Workspace(partials, torch.zeros(counters, dtype=torch.int32, device=device), floats, counters)
+    zeros = torch.zeros(counters, dtype=torch.int32, device=device)
+    return Workspace(partials, zeros, floats, counters, (partials.data_ptr(), zeros.data_ptr()))
 
 
 def workspace(device: torch.device, floats: int, counters: int) -> Workspace:
@@ -48,14 +50,24 @@ def workspace(device: torch.device, floats: int, counters: int) -> Workspace:
     A capture cannot zero memory once and for all (what it records runs at each replay), so its workspace is made by the eager calls
     before it, of which every warm-up has one. Without any, the capture gets its own, zeroed by a node of the graph.
     """
-    index = device.index
     if device.type != "cuda":
         return _allocate(device, floats, counters)
+    return stream_workspace(device.index, torch._C._cuda_getCurrentRawStream(device.index), floats, counters)
+
+
+def stream_workspace(index: int, stream: int, floats: int, counters: int) -> Workspace:
+    """`workspace` for CUDA device `index` and its current stream, as a number."""
     capturing = torch._C._cuda_isCurrentStreamCapturing()
-    key = (index, -1 if capturing else torch._C._cuda_getCurrentRawStream(index))
+    key = (index, -1 if capturing else stream)
     found = _workspaces.get(key)
-    if found is not None and found.floats >= floats and found.n_counters >= counters:
+    if found is not None and found[2] >= floats and found[3] >= counters:
         return found
+    return _make(torch.device("cuda", index), key, found, capturing, floats, counters)
+
+
+def _make(
+    device: torch.device, key: tuple[int, int], found: Workspace | None, capturing: bool, floats: int, counters: int
+) -> Workspace:
     if capturing:
         return _allocate(device, floats, counters)
     # Grown in powers of two, so rarely. Counters return to zero after every launch; new ones start there. What is replaced is kept:
@@ -64,9 +76,10 @@ def workspace(device: torch.device, floats: int, counters: int) -> Workspace:
     if found is not None:
         _retired.append(found)
     found = _workspaces[key] = _allocate_to_keep(device, floats, counters)
-    old = _workspaces.get((index, -1))
+    captures = (device.index, -1)
+    old = _workspaces.get(captures)
     if old is None or old.floats < floats or old.n_counters < counters:
         if old is not None:
             _retired.append(old)
-        _workspaces[index, -1] = _allocate_to_keep(device, floats, counters)
+        _workspaces[captures] = _allocate_to_keep(device, floats, counters)
     return found

@@ -20,7 +20,7 @@ def gpu(monkeypatch):
 
     def allocate(device, floats, counters):
         state.made.append((threading.get_ident(), floats, counters))
-        return module.Workspace(torch.empty(1), torch.zeros(1), floats, counters)
+        return module.Workspace(torch.empty(1), torch.zeros(1), floats, counters, (0, 0))
 
     def synchronize():
         state.synchronised += 1

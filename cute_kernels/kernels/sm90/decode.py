@@ -7,6 +7,7 @@ allocated but outputs and, once per stream, the workspace for partial results (s
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
-from cute_kernels.kernels.attention_arguments import aligned, unsupported
+from cute_kernels.kernels.attention_arguments import aligned, output_layouts, unsupported
+from cute_kernels.kernels.launching import layout_block, raw_stream, ready, stream_pointer
 from cute_kernels.kernels.sm90 import prefill
 from cute_kernels.kernels.splits import split_bound, split_cap, split_count
-from cute_kernels.kernels.workspace import workspace
+from cute_kernels.kernels.workspace import stream_workspace, workspace
 
 ARCH = "sm_90a"
 LOG2E = 1.4426950408889634
@@ -131,12 +133,13 @@ def decode_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
+    from cute_kernels.kernels.by_address import by_address
     from cute_kernels.kernels.sm90.decode_kernel import DecodeKernel
 
     dtype = cutlass.BFloat16 if variant.bf16 else cutlass.Float16
 
     def rows() -> Any:
-        """[., ., ., D]; that rows start at multiples of 16 bytes is checked by the generated host code, cheaper than in Python."""
+        """[., ., ., D]"""
         shape = tuple(cute.sym_int() for _ in range(4))
         stride = tuple(cute.sym_int64(divisibility=8 if variant.wide else 1) for _ in range(3))
         return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16 if variant.wide else 2)
@@ -150,19 +153,19 @@ def decode_kernel(variant: Variant, arch: str) -> tuple[Any, tuple[Any, ...]]:
     tensor = [rows() for _ in range(6)]
     options = variant._asdict()
     del options["ctas"]
-    return DecodeKernel(**options), (
+    return by_address(DecodeKernel(**options), (
         *tensor[:4], lse, flat(Int32) if variant.device_length else None, Int32(1),
         flat(Float32), flat(Int32), flat(Float32) if variant.sink else None,
         tensor[4] if variant.append else None, tensor[5] if variant.append else None,
         Float32(1.0), Float32(1.0), Int32(0), Int32(1), Int32(1), Int32(1), Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )  # fmt: skip
+        cute.runtime.make_fake_stream(),
+    ))  # fmt: skip
 
 
 class _Plan:
     """Calls of one layout: the compiled functions, and how each length is launched."""
 
-    def __init__(self, variant: Variant, arguments: dict[str, Any], target: Any) -> None:
+    def __init__(self, variant: Variant, arguments: dict[str, Any], outputs: tuple, target: Any) -> None:
         q, k_cache = arguments["q"], arguments["k_cache"]
         b, _, q_len, d = q.shape
         self.variant, self.target, self.device = variant, target, q.device
@@ -171,6 +174,15 @@ class _Plan:
         self.pairs = b * k_cache.shape[1]
         self.records = self.pairs * self.row_tiles * variant.row_tile  # packed rows, with padding
         self.seen = arguments["window_left"] + q_len if variant.window else None  # keys that a row tile sees, at most
+        rows = [arguments[name] for name in ("q", "k_cache", "v_cache", "k_new", "v_new")]
+        self.wide = all(
+            stride % 8 == 0 for x in rows if x is not None for size, stride in zip(x.shape[:3], x.stride()) if size > 1
+        )  # and then every row starts at a multiple of 16 bytes if the first does
+        self.plain = arguments["attn_sink"] is None and arguments["k_new"] is None
+        lengths, flat = arguments["kv_len"] if variant.device_length else None, ((1 << 31,), (1,))
+        self.block = layout_block(*rows[:3], *outputs, lengths, flat, flat, arguments["attn_sink"], *rows[3:])
+        self.layouts, self.raw, self.index = ctypes.addressof(self.block), raw_stream(target), q.device.index
+        self.note = None if target.backend is None else target.backend.note_memory
         softcap, sm_scale = arguments["softcap"], arguments["sm_scale"]
         scales = (sm_scale / softcap, softcap * LOG2E) if variant.softcap else (sm_scale * LOG2E, 0.0)
         self.numbers = *scales, arguments["window_left"]
@@ -200,7 +212,7 @@ class _Plan:
             stages = 3  # leaves room for two CTAs an SM, so that no third delays a later one (batch 64: 243 us, 257 with one)
         if cluster:
             chunks = -(-slots // cluster) * cluster
-        kind = variant._replace(wide=True, chunked=chunked, cluster=cluster, stages=stages)
+        kind = variant._replace(wide=self.wide, chunked=chunked, cluster=cluster, stages=stages)
         run = decode_kernel(kind, self.target)
         floats = self.records * slots * self.record if slots > 1 else 0
         found = run, kind, floats, (*self.numbers, slots, chunks, per_chunk, self.row_tiles)
@@ -211,34 +223,50 @@ class _Plan:
     def __call__(self, q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse) -> None:
         shape = self.shape
         if shape is None:
-            lengths, length = None, kv_len
+            length = (kv_len,)
             shape = self.shapes.get(kv_len) or self.shape_of(kv_len)
         else:
-            lengths, length = kv_len, 0
+            length = kv_len.data_ptr(), 0
         run, kind, floats, last = shape
-        ws = workspace(self.device, floats, self.records)
-        try:
-            run(q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new, *last)
-        except ValueError:
-            # The host code found a row that does not start at a multiple of 16 bytes (nothing was launched).
-            if aligned(q, k_cache, v_cache, k_new, v_new):
-                raise
+        q, k_cache, v_cache, out = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()
+        starts, optional = q | k_cache | v_cache | out, ()
+        if not self.plain:
+            optional = [t.data_ptr() for t in (attn_sink, k_new, v_new) if t is not None]
+            if k_new is not None:
+                starts |= optional[-1] | optional[-2]
+        if starts & 15 and kind.wide:
             run = decode_kernel(kind._replace(wide=False), self.target)
-            run(q, k_cache, v_cache, out, lse, lengths, length, ws.partials, ws.counters, attn_sink, k_new, v_new, *last)
+        stream = self.raw(self.index)
+        room = (0, 0)  # one split needs none
+        if floats:
+            if self.note is None:
+                ws = stream_workspace(self.index, stream, floats, self.records)
+            else:
+                ws = workspace(self.device, floats, self.records)
+                self.note(ws.partials)
+                self.note(ws.counters)
+            room = ws.addresses
+        run(
+            self.layouts, q, k_cache, v_cache, out, lse.data_ptr(), *length, *room, *optional, *last,
+            stream_pointer(stream),
+        )  # fmt: skip
 
 
-def prepare(*, target: Any, variant: Variant | None = None, **arguments: Any) -> Callable[..., None]:
+def prepare(
+    *, target: Any, variant: Variant | None = None, outputs: tuple | None = None, **arguments: Any
+) -> Callable[..., None]:
     """Choose and compile. Returns run(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse), which serves every call of
     the same layouts, numbers and options, whatever its addresses and (int or device) length, on the current stream.
 
-    Arguments as `cute_kernels.active_attention_append`, checked and complete. `variant` overrides the choice (benchmarks).
+    Arguments as `cute_kernels.active_attention_append`, checked and complete. outputs: of out and lse, each the tensor or its
+    (sizes, strides), where they are not what the operator allocates. `variant` overrides the choice (benchmarks).
     """
     q, k_cache, v_cache, kv_len = (arguments[name] for name in ("q", "k_cache", "v_cache", "kv_len"))
     if k_cache.shape[2] == 0:
         return _without_keys
     layout = ("q", "k_cache", "v_cache", "kv_len", "causal", "window_left", "softcap", "attn_sink", "k_new", "v_new")
     chosen = variant or choose(*(arguments[name] for name in layout))
-    plan = _Plan(chosen, arguments, target)
+    plan = ready(_Plan(chosen, arguments, outputs or output_layouts(q), target), q.device, target)
     if variant is None and prefill.suits(q.shape[2], q.shape[1], k_cache.shape[1]):
         return prefill.prepare(target=target, otherwise=plan, **arguments)
     return plan
@@ -253,5 +281,5 @@ def launch(*, out: Tensor, lse: Tensor, variant: Variant | None = None, **argume
     """One call: out [B, Hq, S, D] and lse [B, Hq, S] are written in full."""
     q = arguments["q"]
     if q.numel():
-        run = prepare(target=current_target(q.device), variant=variant, **arguments)
+        run = prepare(target=current_target(q.device), variant=variant, outputs=(out, lse), **arguments)
         run(*(arguments[name] for name in ("q", "k_cache", "v_cache", "kv_len", "attn_sink", "k_new", "v_new")), out, lse)

@@ -7,11 +7,14 @@ sm_scale is positive select another one.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
+from cute_kernels.kernels.launching import layout_block, raw_stream, ready, stream_pointer
 from cute_kernels.kernels.sparse_arguments import D_QK, D_V, build, unsupported
 
 ARCH = "sm_90a"
@@ -79,40 +82,47 @@ def _variants(arch: str) -> tuple[Config, ...]:
 
 @kernel_builder("sparse_prefill_sm90", archs=(ARCH,), variants=_variants)
 def sparse_prefill_kernel(config: Config, arch: str) -> tuple[Any, tuple]:
+    from cute_kernels.kernels.by_address import by_address
     from cute_kernels.kernels.sm90.sparse_kernel import SparsePrefillSm90
 
-    return build(config, SparsePrefillSm90, tensor_maps=False)
-
-
-_functions: dict[tuple[Config, str], Any] = {}
-
-
-def _function(config: Config, target: Any) -> Any:
-    key = (config, target.key)
-    function = _functions.get(key)
-    if function is None:
-        function = _functions[key] = sparse_prefill_kernel(config, target)
-    return function
+    return by_address(*build(config, SparsePrefillSm90, tensor_maps=False))
 
 
 def prepare(
     *,
     q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
     sm_scale: float,
     attn_sink: Tensor | None,
     topk_length: Tensor | None,
     head_group_mask: Tensor | None,
     head_group_size: int,
+    outputs: tuple,
     target: Any,
     **_: Any,
-) -> tuple[Any, tuple]:
-    """(function, last): function(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, *last) runs the
-    kernel on the current stream, for all arguments of these layouts and numbers. q has at least one row and head."""
+) -> Callable[..., None]:
+    """run(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask) launches the kernel on the current stream,
+    for all arguments of these layouts and numbers. q has at least one row and head. outputs: of out, max_logits and lse, each the
+    tensor or its (sizes, strides).
+    """
     config = config_of(q, sm_scale, attn_sink, topk_length, head_group_mask, head_group_size)
+    function = sparse_prefill_kernel(config, target)
     # A persistent grid saves 2.3 us per row of a CTA (4 % at topk 2048), but deals rows out without a look at their lengths: with
     # lengths uniform in [0, 2048], one CTA per row was 7 to 10 % faster on an H200. Grouped lists have nearly equal lengths.
     max_ctas = MAX_GRID if config.has_length and not config.has_mask else target.num_sms
-    return _function(config, target), (float(sm_scale), head_group_size.bit_length() - 1, max_ctas)
+    numbers = float(sm_scale), head_group_size.bit_length() - 1, max_ctas
+    block = layout_block(q, kv, indices, *outputs, attn_sink, topk_length, head_group_mask)
+    layouts, raw, index = ctypes.addressof(block), raw_stream(target), q.device.index
+
+    def run(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, *, _block=block) -> None:
+        optional = [t.data_ptr() for t in (attn_sink, topk_length, head_group_mask) if t is not None]
+        function(
+            layouts, q.data_ptr(), kv.data_ptr(), indices.data_ptr(), out.data_ptr(), max_logits.data_ptr(), lse.data_ptr(),
+            *optional, *numbers, stream_pointer(raw(index)),
+        )  # fmt: skip
+
+    return ready(run, q.device, target)
 
 
 def launch(
@@ -133,8 +143,9 @@ def launch(
     """Write out, max_logits and lse on the current stream of q's device. Arguments as in cute_kernels.sparse_prefill, checked."""
     if q.shape[0] == 0 or q.shape[1] == 0:
         return
-    function, last = prepare(
-        q=q, sm_scale=sm_scale, attn_sink=attn_sink, topk_length=topk_length, head_group_mask=head_group_mask,
-        head_group_size=head_group_size, target=current_target(q.device),
+    run = prepare(
+        q=q, kv=kv, indices=indices, sm_scale=sm_scale, attn_sink=attn_sink, topk_length=topk_length,
+        head_group_mask=head_group_mask, head_group_size=head_group_size, outputs=(out, max_logits, lse),
+        target=current_target(q.device),
     )  # fmt: skip
-    function(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, *last)
+    run(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask)
