@@ -6,7 +6,8 @@
     python tools/bench_active_attention.py --read out.csv --plot out.png
 
 Method. Cold L2: one CUDA graph calls the operator once on each of n distinct caches, n * active bytes at least 4 x the L2 cache (at
-most --max-caches, so short lengths stay warmer; the column `cold` says which). Median over rounds x replays, all implementations
+most --max-caches, so short lengths stay warmer; the column `cold` says which) and n at least --min-caches, because starting the graph
+is timed too: with 2 calls in it half of that counts as a call's. Median over rounds x replays, all implementations
 interleaved within a round; no programmatic launch overlap. `host` is the time of one eager call without a graph, measured while the
 GPU keeps up.
 
@@ -37,7 +38,7 @@ class Case:
         row = 2 * batch * a.kv_heads * a.dim * 2
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
         self.active = row * length
-        self.n = min(a.max_caches, max(2, -(-4 * l2 // self.active)))
+        self.n = min(a.max_caches, max(a.min_caches, -(-4 * l2 // self.active)))
         self.cold = self.n * self.active >= 4 * l2
         self.capacity = max(length, a.capacity)
         dtype = torch.bfloat16 if a.dtype == "bf16" else torch.float16
@@ -238,6 +239,7 @@ def main():
     p.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")
     p.add_argument("--capacity", type=int, default=0, help="allocate at least this many rows per cache")
     p.add_argument("--max-caches", type=int, default=512)
+    p.add_argument("--min-caches", type=int, default=16)
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--replays", type=int, default=10)
     p.add_argument("--sweep", help="variants of ours: FIELD=N,FIELD=N;... (fields of decode.Variant, and device=1)")
