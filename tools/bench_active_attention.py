@@ -5,11 +5,11 @@
     python tools/bench_active_attention.py --shapes 1x400,32x4096,1x2048x2048 --peers sdpa,fa3 --host
     python tools/bench_active_attention.py --read out.csv --plot out.png
 
-Method. Cold L2: one CUDA graph calls the operator once on each of n distinct caches, n * active bytes at least 4 x the L2 cache (at
-most --max-caches, so short lengths stay warmer; the column `cold` says which) and n at least --min-caches, because starting the graph
-is timed too: with 2 calls in it half of that counts as a call's. Median over rounds x replays, all implementations
-interleaved within a round; no programmatic launch overlap. `host` is the time of one eager call without a graph, measured while the
-GPU keeps up.
+Method. Cold L2: one CUDA graph calls the operator once on each of n distinct caches, n * active bytes at least 4 x the L2 cache
+(at most --max-caches, so short lengths stay warmer; the column `cold` says which) and n at least --min-caches, because starting
+the graph is timed too: with 2 calls in it half of that counts as a call's. Median over rounds x replays, all implementations
+interleaved within a round; no programmatic launch overlap. `host` is the time of one eager call without a graph, measured while
+the GPU keeps up.
 
 Peers (those that are installed): SDPA on the sliced cache with enable_gqa; SDPA over the full capacity with a mask and repeated
 heads (`sdpa_full`, only on request: its time grows with the capacity); FlashAttention-3's flash_attn_with_kvcache (package
