@@ -10,10 +10,12 @@ from ..ptx import tmem_loads, wgmma_registers
 from ..ptx.defined import maybe_unwritten, uses_and_defs
 from ..ptx.flatten import Flat, flatten, registers, targets_of
 from ..ptx.ir import Instr, Mem, Module, PtxError, Reg, UnsupportedInstruction, Vec
-from .emit import REGISTER_ONLY, Emitter
+from . import emit_arithmetic, emit_logic, emit_moves  # noqa: F401  (they register their instructions)
+from .emit import HANDLERS, Emitter
 from .optable import OPS, classify
 
 CODE, BLOCKING, BRANCH, INDIRECT, EXIT = range(5)
+REGISTER_ONLY = frozenset(HANDLERS) - {"vote"}
 _PURE = REGISTER_ONLY | {"shfl"}  # pass a register's "never written" on to their result
 CONTROL = ("bra", "brx", "ret", "exit", "trap", "brkpt")
 
