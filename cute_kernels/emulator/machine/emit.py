@@ -4,8 +4,8 @@ A register row is reached through lists of views, one letter per type, so that n
     U S F G   32-bit registers as uint32, int32, float32, float16[64]
     X Y D E   64-bit registers as uint64, int64, float64, float32[64] (f32x2); LO / HI are their strided uint32 halves
     H I R     16-bit registers as uint16, int16, float16;  P predicates (bool);  Q 128-bit, two uint64 rows each
-The handlers stand in emit_arithmetic, emit_logic and emit_moves. Each writes its result to the name `dst()` gives it. Where lanes are masked that is a temporary which is then copied
-under the mask, so one handler serves the full-warp and the masked path.
+The handlers stand in emit_arithmetic, emit_logic and emit_moves. Each writes its result to the name `dst()` gives it. Where lanes
+are masked that is a temporary which is then copied under the mask, so one handler serves the full-warp and the masked path.
 """
 
 from __future__ import annotations
