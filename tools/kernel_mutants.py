@@ -283,7 +283,7 @@ def reason(subject: Subject, ptx: str, mutant: Mutant) -> str:
 
 # ---------------------------------------------------------------------------------------------------- kernels
 def sparse_prefill() -> Subject:
-    """Blackwell sparse prefill, d_qk 576, mask, length, sink: two rows, nine empty ones and a short row on one pair of CTAs."""
+    """Blackwell sparse prefill, d_qk 576, mask, length, sink: four rows and six empty ones on one pair of CTAs."""
     import torch
 
     import cute_kernels as ck
@@ -292,16 +292,19 @@ def sparse_prefill() -> Subject:
     bench = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = bench
     spec.loader.exec_module(bench)
-    # 6 and 4 sub-blocks on end, more than the ring's 5 slots; then empty rows, and 1 sub-block after them. 20 records, so that each
-    # of the 8 is reused twice; large logits, so that O is rescaled
-    case = bench.Case(12, 128, 500, 384, group=16, density=0.6, sink=True, gain=20.0, seed=5, bad=0.1)
+    # Sub-blocks per row: none, 5, 1, 5, five times none, 1. 20 uses of the ring's 5 slots; 18 records, so that each of the 8 is
+    # reused, those of empty rows twice; an odd number and a short row among long ones, as the compiler unrolls the key-list loop
+    # and copies values(); large logits, so that O is rescaled
+    lengths = [0, 300, 64, 300, *[0] * 5, 64]
+    case = bench.Case(len(lengths), 128, 500, 384, group=16, density=0.6, sink=True, gain=20.0, seed=5, bad=0.1)
     args = bench.make(case, "cpu")
-    args["topk_length"] = torch.tensor([384, 200, *[0] * 9, 64], dtype=torch.int32)
+    args["topk_length"] = torch.tensor(lengths, dtype=torch.int32)
     want = bench.reference(args)
     tolerances = ((8e-4, 3.01 / 128, 7e-6), (1e-6, 2.01 / 65536, 1e-7), (1e-6, 2.01 / 65536, 1e-7))
 
     def right() -> bool:
-        got = ck.sparse_prefill(**args)
+        out = torch.full((len(lengths), 128, 512), float("nan"), dtype=torch.bfloat16)
+        got = ck.sparse_prefill(**args, out=out)
         return not any(bench.differences(g, w, *t) for g, w, t in zip(got, want, tolerances))
 
     equivalent = [
@@ -311,7 +314,9 @@ def sparse_prefill() -> Subject:
         ("fence", r"fence\.mbarrier_init", "no access to tensor memory lies before the first cluster barrier"),
         # s_full(i) in the loop: scores(i + 2) have waited for p_empty(i + 1), which every softmax warp signals after s_full(i)
         ("wait", r"skipped(?s:.)*setp\.ne\.b32\s+%p\d+, %r\d+, 3;", "implied by p_empty of the next sub-block"),
-        ("wait-tmem", r"gone: tcgen05.wait::ld", "its registers are read at once; a later wait::ld precedes the release"),
+        ("fence", r"bar\.warp\.sync(?s:.)*fence::before(?s:.)*cluster\.arrive",
+         "before the last cluster barrier: each warp's accesses to tensor memory lie before an earlier fence and arrival of its own"),
+        ("register-count", r"gone: setmaxnreg\.inc", "the same results from 168 registers, with spills: test_compiled_code asserts none"),
     ]
     return Subject("sm_100a", right, sm_count=2, entry="sparse", equivalent=equivalent)
 
@@ -327,7 +332,8 @@ def _active_attention(s: int, lengths: list[int], cap: int | None, entry: str) -
     gen = torch.Generator().manual_seed(0)
     q = torch.randn(b, h_q, s, d, generator=gen).bfloat16()
     k, v = (torch.randn(b, 1, max(lengths) + 5, d, generator=gen).bfloat16() for _ in range(2))
-    k *= 8  # large logits: the maximum moves
+    # logits of +-2 and more towards the end: the maximum moves, and no 16 keys of a product's step go without weight
+    k *= (2 + 2 * torch.arange(k.shape[2]) / k.shape[2])[:, None].bfloat16()
     for i, n in enumerate(lengths):
         k[i, :, n:], v[i, :, n:] = float("nan"), float("nan")
     kv_len = torch.tensor(lengths, dtype=torch.int32)
@@ -337,9 +343,10 @@ def _active_attention(s: int, lengths: list[int], cap: int | None, entry: str) -
         variant = decode.choose(q, k, v, kv_len, True, -1, 0.0, None, None, None)._replace(split_cap=cap)
 
     def right() -> bool:
-        out, lse = torch.empty(b, s, h_q, d, dtype=q.dtype).transpose(1, 2), torch.empty(b, h_q, s)
+        out = torch.full((b, s, h_q, d), float("nan"), dtype=q.dtype).transpose(1, 2)
+        lse = torch.full((b, h_q, s), float("nan"))
         decode.launch(q, k, v, kv_len, d**-0.5, True, -1, 0.0, None, None, None, out, lse, variant)
-        near = torch.allclose(out.double(), want[0], rtol=2**-6, atol=2**-6)
+        near = torch.allclose(out.double(), want[0], rtol=2**-7, atol=2**-8)
         return near and torch.allclose(lse.double(), want[1], rtol=1e-4, atol=1e-4)
 
     equivalent = [
@@ -347,8 +354,6 @@ def _active_attention(s: int, lengths: list[int], cap: int | None, entry: str) -
         ("descriptor-or", r"or.b32 lo, lo, 16777216;", "P of 16 rows is one atom wide: the leading offset is not used"),
         ("alloc", r"relinquish", "lets other CTAs allocate, and orders nothing"),
         ("fence", r"bar.sync\s+0;", "no access to tensor memory lies before this barrier, or behind it"),
-        ("fence", r"fence.mbarrier_init", "known gap of the emulator: fence.mbarrier_init may be missing"),
-        ("wait-tmem", r"tcgen05.wait::ld", "registers are read at once; the second pass over S waits before it hands S on"),
     ]
     return Subject("sm_100a", right, entry=entry, equivalent=equivalent)
 
@@ -359,8 +364,9 @@ def decode() -> Subject:
 
 
 def prefill() -> Subject:
-    """Blackwell active_attention, many rows: two row tiles, of which one is cut, over five key tiles: every slot is used twice."""
-    return _active_attention(60, [600], None, "prefill")
+    """Blackwell active_attention, many rows: two row tiles, of which one is cut, over five key tiles: every slot is used twice; a
+    second batch row whose first tile is cut."""
+    return _active_attention(60, [600, 70], None, "prefill")
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {"sparse_prefill": sparse_prefill, "decode": decode, "prefill": prefill}
