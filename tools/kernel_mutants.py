@@ -315,8 +315,8 @@ def sparse_prefill() -> Subject:
         # s_full(i) in the loop: scores(i + 2) have waited for p_empty(i + 1), which every softmax warp signals after s_full(i)
         ("wait", r"skipped(?s:.)*setp\.ne\.b32\s+%p\d+, %r\d+, 3;", "implied by p_empty of the next sub-block"),
         ("fence", r"bar\.warp\.sync(?s:.)*fence::before(?s:.)*cluster\.arrive",
-         "before the last cluster barrier: each warp's accesses to tensor memory lie before an earlier fence and arrival of its own"),
-        ("register-count", r"gone: setmaxnreg\.inc", "the same results from 168 registers, with spills: test_compiled_code asserts none"),
+         "before the last cluster barrier: each warp's use of tensor memory lies before an earlier fence and arrival of its own"),
+        ("register-count", r"gone: setmaxnreg\.inc", "the same results, with spills: test_compiled_code asserts none"),
     ]
     return Subject("sm_100a", right, sm_count=2, entry="sparse", equivalent=equivalent)
 
