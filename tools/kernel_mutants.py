@@ -316,7 +316,7 @@ def sparse_prefill() -> Subject:
         ("wait", r"skipped(?s:.)*setp\.ne\.b32\s+%p\d+, %r\d+, 3;", "implied by p_empty of the next sub-block"),
         ("fence", r"bar\.warp\.sync(?s:.)*fence::before(?s:.)*cluster\.arrive",
          "before the last cluster barrier: each warp's use of tensor memory lies before an earlier fence and arrival of its own"),
-        ("register-count", r"gone: setmaxnreg\.inc", "registers, not results: without it ptxas has 168 for the epilogue, as for the softmax"),
+        ("register-count", r"gone: setmaxnreg\.inc", "registers, not results: without it the epilogue has 168"),
     ]
     return Subject("sm_100a", right, sm_count=2, entry="sparse", equivalent=equivalent)
 

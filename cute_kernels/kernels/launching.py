@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 
-def layout_block(*layouts: Tensor | tuple[tuple, tuple] | None) -> ctypes.Array:
+def layout_block(*layouts: Tensor | tuple[tuple, tuple] | None, single: int = 0) -> ctypes.Array:
     """The words that the function's `layouts` points to: sizes and strides of each tensor, or pair of both, that there is, in the
-    order of the builder's arguments. Keep it as long as the function may be called. A dimension of one entry gets stride 0: what
-    it had means nothing, and need not be the multiple that the kernel was promised."""
+    order of the builder's arguments. Keep it as long as the function may be called. A dimension of one entry gets the stride
+    `single`: what it had means nothing, and need not be the multiple that the kernel was promised."""
     words = []
     for x in layouts:
         if x is not None:
             sizes, strides = (x.shape, x.stride()) if isinstance(x, Tensor) else x
-            words += [*sizes, *(stride if size > 1 else 0 for size, stride in zip(sizes, strides))]
+            words += [*sizes, *(stride if size > 1 else single for size, stride in zip(sizes, strides))]
     return (ctypes.c_int64 * len(words))(*words)
 
 

@@ -6,11 +6,14 @@ stride and head_group_size; only d_qk, which optional tensors are given, and whe
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
+from cute_kernels.kernels.launching import layout_block, raw_stream, ready, stream_pointer
 from cute_kernels.kernels.sparse_arguments import D_QK, D_V, build, unsupported
 
 ARCHS = ("sm_100a", "sm_103a")
@@ -39,6 +42,9 @@ def can_implement(
     head_group_size: int = 16,
 ) -> str | None:
     """None if the kernel takes these arguments (already checked by the operator), else the reason why not."""
+    for name, t in (("q", q), ("kv", kv)):
+        if any(stride >= 1 << 39 for stride, size in zip(t.stride(), t.shape) if size > 1):
+            return f"strides of {name} must be below 2**39 elements (a tensor map holds 40 bits of bytes), not {t.stride()}"
     return unsupported(q, d_v, 2**31)
 
 
@@ -62,30 +68,44 @@ def _variants(arch: str) -> tuple[Config, ...]:
 
 @kernel_builder("sparse_prefill_sm100", archs=ARCHS, variants=_variants)
 def sparse_prefill_kernel(config: Config, arch: str) -> tuple[Any, tuple]:
+    from cute_kernels.kernels.by_address import by_address
     from cute_kernels.kernels.sm100.sparse_kernel import SparsePrefillSm100
 
-    return build(config, SparsePrefillSm100, tensor_maps=True)
+    return by_address(*build(config, SparsePrefillSm100, tensor_maps=True))
 
 
-_functions: dict[tuple[Config, str], Any] = {}
+def prepare(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    head_group_mask: Tensor | None,
+    head_group_size: int,
+    outputs: tuple,
+    target: Any,
+    **_: Any,
+) -> Callable[..., None]:
+    """run(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask) launches the kernel on the current stream,
+    for all arguments of these layouts and numbers. q has at least one row and head. outputs: of out, max_logits and lse, each the
+    tensor or its (sizes, strides).
+    """
+    function = sparse_prefill_kernel(config_of(q, sm_scale, attn_sink, topk_length, head_group_mask), target)
+    numbers = float(sm_scale), head_group_size.bit_length() - 1, max(target.num_sms // 2, 1)
+    # 16 elements are whole 16 bytes, as tensor maps want every stride to be
+    block = layout_block(q, kv, indices, *outputs, attn_sink, topk_length, head_group_mask, single=16)
+    layouts, raw, index = ctypes.addressof(block), raw_stream(target), q.device.index
 
+    def run(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask, *, _block=block) -> None:
+        optional = [t.data_ptr() for t in (attn_sink, topk_length, head_group_mask) if t is not None]
+        function(
+            layouts, q.data_ptr(), kv.data_ptr(), indices.data_ptr(), out.data_ptr(), max_logits.data_ptr(), lse.data_ptr(),
+            *optional, *numbers, stream_pointer(raw(index)),
+        )  # fmt: skip
 
-def _function(config: Config, target: Any) -> Any:
-    key = (config, target.key)
-    function = _functions.get(key)
-    if function is None:
-        function = _functions[key] = sparse_prefill_kernel(config, target)
-    return function
-
-
-def _rows_of_16_bytes(t: Tensor | None) -> Tensor | None:
-    """`t` with a stride that the tensor maps take where a dimension has one entry, whose stride means nothing."""
-    if t is None:
-        return None
-    per_row = 16 // t.element_size()
-    if all(stride % per_row == 0 for stride in t.stride()[:-1]):
-        return t
-    return t.as_strided(t.shape, [s if s % per_row == 0 else s // per_row * per_row for s in t.stride()[:-1]] + [1])
+    return ready(run, q.device, target)
 
 
 def launch(
@@ -106,10 +126,9 @@ def launch(
     """Write out, max_logits and lse on the current stream of q's device. Arguments as in cute_kernels.sparse_prefill, checked."""
     if q.shape[0] == 0 or q.shape[1] == 0:
         return
-    target = current_target(q.device)
-    config = config_of(q, sm_scale, attn_sink, topk_length, head_group_mask)
-    _function(config, target)(
-        _rows_of_16_bytes(q), _rows_of_16_bytes(kv), indices, _rows_of_16_bytes(out), max_logits, lse, attn_sink, topk_length,
-        _rows_of_16_bytes(head_group_mask), float(sm_scale),
-        head_group_size.bit_length() - 1, max(target.num_sms // 2, 1),
+    run = prepare(
+        q=q, kv=kv, indices=indices, sm_scale=sm_scale, attn_sink=attn_sink, topk_length=topk_length,
+        head_group_mask=head_group_mask, head_group_size=head_group_size, outputs=(out, max_logits, lse),
+        target=current_target(q.device),
     )  # fmt: skip
+    run(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask)
