@@ -309,12 +309,9 @@ def _ld(ins: Instr):
         addr = address(mem, "U")
 
         def ld_local(w, m, ins):
-            buf = w.local_bytes()
-            off = (addr(w) & np.uint32(0xFFFFFF)).astype(np.int64)
-            _local_bounds(w, off[m], total, ins)
-            idx = (np.arange(32) * buf.shape[1] + off) >> shift
+            buf, idx = _local_elements(w, m, addr(w), total, shift, ins)
             sel = None if _is_full(w, m) else m
-            _scatter(w, rows, sel, idx if sel is None else idx[sel], buf.reshape(-1).view(code))
+            _scatter(w, rows, sel, idx if sel is None else idx[sel], buf.view(code))
 
         return False, ld_local
 
@@ -354,11 +351,8 @@ def _ld(ins: Instr):
                     _scatter(w, rows, sel, off >> shift, cta.v[code])
                 w.machine.bytes["shared-load"] += total * int(mm.sum())
             else:
-                buf = w.local_bytes()
-                off = (a & np.uint64(0xFFFFFF)).astype(np.int64)
-                _local_bounds(w, off[mm], total, ins)
-                idx = (np.arange(32) * buf.shape[1] + off) >> shift
-                _scatter(w, rows, mm, idx[mm], buf.reshape(-1).view(code))
+                buf, idx = _local_elements(w, mm, a, total, shift, ins)
+                _scatter(w, rows, mm, idx[mm], buf.view(code))
 
     return False, ld_generic
 
@@ -372,9 +366,14 @@ def _generic_parts(w, m, a):
         yield kind, m & (top == kind), a
 
 
-def _local_bounds(w, off, total, ins) -> None:
-    if len(off) and int(off.max()) + total > w.local.shape[1]:
-        raise EmulationError(f"out-of-bounds local access at PTX line {ins.line}{w.machine.where(ins)}: byte {int(off.max())}")
+def _local_elements(w, m, a, total: int, shift: int, ins):
+    """(all lanes' local memory as bytes, the index of every lane's element of 1 << shift bytes at address `a`)"""
+    buf = w.local_bytes()
+    off = (a & a.dtype.type(0xFFFFFF)).astype(np.int64)
+    if m.any() and int(off[m].max()) + total > buf.shape[1]:
+        text = f"out-of-bounds local access at PTX line {ins.line}{w.machine.where(ins)}: byte {int(off[m].max())}"
+        raise EmulationError(text)
+    return buf.reshape(-1), (np.arange(32) * buf.shape[1] + off) >> shift
 
 
 def _ld_entry_param(rows, var, offset, code, total, elt):
@@ -461,11 +460,8 @@ def _st(ins: Instr):
         addr = address(mem, "U")
 
         def st_local(w, m, ins):
-            buf = w.local_bytes()
-            off = (addr(w) & np.uint32(0xFFFFFF)).astype(np.int64)
-            _local_bounds(w, off[m], total, ins)
-            idx = (np.arange(32) * buf.shape[1] + off) >> shift
-            put(w, buf.reshape(-1).view(code), idx[m], m)
+            buf, idx = _local_elements(w, m, addr(w), total, shift, ins)
+            put(w, buf.view(code), idx[m], m)
 
         return False, st_local
     addr = address(mem, "X")
@@ -498,11 +494,8 @@ def _st(ins: Instr):
                     put(w, cta.v[code], off >> shift, sel)
                 w.machine.events += 1
             else:
-                buf = w.local_bytes()
-                off = (a & np.uint64(0xFFFFFF)).astype(np.int64)
-                _local_bounds(w, off[mm], total, ins)
-                idx = (np.arange(32) * buf.shape[1] + off) >> shift
-                put(w, buf.reshape(-1).view(code), idx[mm], mm)
+                buf, idx = _local_elements(w, mm, a, total, shift, ins)
+                put(w, buf.view(code), idx[mm], mm)
 
     return False, st_generic
 

@@ -444,45 +444,48 @@ def _shape(ins: Instr):
     return shape, num
 
 
-def _ld(ins: Instr):
+def _plan_ldst(ins: Instr, mem: Mem, registers: int, imm: int):
+    """fn(w, m) -> the checked plan of a tcgen05.ld or st with that many registers."""
     shape, num = _shape(ins)
-    pack = "pack::16b" in ins.mods
-    dst, mem = ins.operands[:2]
-    imm = int(ins.operands[2].value) if len(ins.operands) > 2 else 0
-    regs = np.array([o.index for o in (dst.items if isinstance(dst, Vec) else [dst])])
-    get = address(mem, "U")
+    pack = any(x.endswith("pack::16b") for x in ins.mods)  # pack of a load, unpack of a store
+    get, kind = address(mem, "U"), f"tcgen05-{ins.mods[0]}"
 
-    def load(w, m, ins):
+    def plan(w, m):
         from ..datapath.tmem import plan_ldst
 
         machine = w.machine
         plan = machine.cached_plan(plan_ldst, shape, num, _uniform(w, m, get, ins), w.index, pack=pack, imm=imm)
-        if plan.registers != len(regs):
-            w.machine.fatal("tcgen05-ld", w, ins, f"{len(regs)} registers; {shape}.x{num} has {plan.registers}")
+        if plan.registers != registers:
+            machine.fatal(kind, w, ins, f"{registers} registers; {shape}.x{num} has {plan.registers}")
         if not m.all() and w.nlive == 32:
             machine.report("divergent-aligned", w, ins, "executed by part of the warp")
+        if plan.lane_implied:
+            machine.report("tmem-lane", w, ins, "names lane quarter 0 and means the warp's own", default=False)
+        return plan
+
+    return plan
+
+
+def _ld(ins: Instr):
+    dst, mem = ins.operands[:2]
+    imm = int(ins.operands[2].value) if len(ins.operands) > 2 else 0
+    regs = np.array([o.index for o in (dst.items if isinstance(dst, Vec) else [dst])])
+    get_plan = _plan_ldst(ins, mem, len(regs), imm)
+
+    def load(w, m, ins):
+        machine = w.machine
+        plan = get_plan(w, m)
         actor = clock = None
         if w.clock is not None:
             actor, clock = agent(w, w.lpipe)
-        tmem_access(
-            w,
-            w.cta,
-            plan.ranges,
-            actor,
-            clock,
-            ins,
-            read=True,
-            write=False,
-            own=(w.tpipe, w.lpipe, w.actor, w.cta.cluster.actor_of(("tst", w.actor))),
-        )
+        own = (w.tpipe, w.lpipe, w.actor, w.cta.cluster.actor_of(("tst", w.actor)))
+        tmem_access(w, w.cta, plan.ranges, actor, clock, ins, read=True, write=False, own=own)
         rows = plan.load(w.cta.tensor_memory)
         if m.all():
             w.regs.w[regs] = rows
         else:
             for k, r in enumerate(regs):
                 np.copyto(w.U[r], rows[k], where=m)
-        if plan.lane_implied:
-            machine.report("tmem-lane", w, ins, "names lane quarter 0 and means the warp's own", default=False)
         if clock is not None:
             machine.note_load(w, ins, int(clock[0, actor]))
         machine.bytes["tmem-load"] += 128 * plan.registers
@@ -491,31 +494,21 @@ def _ld(ins: Instr):
 
 
 def _st(ins: Instr):
-    shape, num = _shape(ins)
-    pack = "unpack::16b" in ins.mods
     mem, *rest = ins.operands
     imm = int(rest.pop(0).value) if len(rest) > 1 else 0
     items = rest[0].items if isinstance(rest[0], Vec) else [rest[0]]
     gets = [getter(o, "U") for o in items]
     regs = np.array([o.index for o in items]) if all(getattr(o, "cls", "") == "w" for o in items) else None
-    get = address(mem, "U")
+    get_plan = _plan_ldst(ins, mem, len(gets), imm)
 
     def store(w, m, ins):
-        from ..datapath.tmem import plan_ldst
-
         machine = w.machine
-        plan = machine.cached_plan(plan_ldst, shape, num, _uniform(w, m, get, ins), w.index, pack=pack, imm=imm)
-        if plan.registers != len(gets):
-            w.machine.fatal("tcgen05-st", w, ins, f"{len(gets)} registers; {shape}.x{num} has {plan.registers}")
-        if not m.all() and w.nlive == 32:
-            machine.report("divergent-aligned", w, ins, "executed by part of the warp")
+        plan = get_plan(w, m)
         actor = clock = None
         if w.clock is not None:
             machine.release_tmem(w, ins)
             actor, clock = agent(w, ("tst", w.actor))
         tmem_access(w, w.cta, plan.ranges, actor, clock, ins, read=False, write=True, own=(w.tpipe, w.lpipe, w.actor, actor))
-        if plan.lane_implied:
-            machine.report("tmem-lane", w, ins, "names lane quarter 0 and means the warp's own", default=False)
         data = w.regs.w[regs] if regs is not None else np.stack([g(w) for g in gets])
         tmem = w.cta.tensor_memory
         o = AsyncOp("tcgen05.st", ins, w, ("tst", w.actor, w.cta.cluster.uid), lambda: plan.store(tmem, data))

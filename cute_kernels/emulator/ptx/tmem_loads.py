@@ -7,6 +7,7 @@ load is really in flight is asked when it executes.
 
 from __future__ import annotations
 
+from .dataflow import forward
 from .defined import uses_and_defs
 from .flatten import Flat, registers
 from .ir import Instr, Reg
@@ -38,19 +39,7 @@ def analyse(flat: Flat) -> dict[int, list[Reg]]:
             return state | written
         return state if ins.pred is not None else state & ~written
 
-    entry: list[int | None] = [None] * len(flat.blocks)
-    entry[0] = 0
-    work = [0]
-    while work:
-        k = work.pop()
-        state = entry[k]
-        block = flat.blocks[k]
-        for i in range(block.start, block.end):
-            state = transfer(state, flat.instrs[i])
-        for s in block.succ:
-            if s >= 0 and (entry[s] is None or state & ~entry[s]):
-                entry[s] = state | (entry[s] or 0)
-                work.append(s)
+    entry = forward(flat, 0, transfer, lambda x, y: x | y)
     names = {n: r for r, n in number.items()}
     found: dict[int, list[Reg]] = {}
     for k, block in enumerate(flat.blocks):

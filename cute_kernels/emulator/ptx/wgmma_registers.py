@@ -11,6 +11,7 @@ candidate's wgmma is really in flight is asked when it executes.
 
 from __future__ import annotations
 
+from .dataflow import forward
 from .defined import uses_and_defs
 from .flatten import Flat, registers
 from .ir import Instr, Reg, Vec
@@ -84,23 +85,11 @@ def analyse(flat: Flat) -> tuple[dict[int, tuple[list[Reg], list[Reg]]], set[int
         return (*state[:-1], state[-1] | (0 if ins.base == "mov" else written))
 
     empty = ((0, 0),) * (_AGES + 1) + (0,)
-    entry: list = [None] * len(flat.blocks)
-    entry[0] = (*empty[:-1], first)
-    work = [0]
-    while work:
-        k = work.pop()
-        state = entry[k]
-        block = flat.blocks[k]
-        for i in range(block.start, block.end):
-            state = transfer(state, flat.instrs[i])
-        for s in block.succ:
-            if s < 0:
-                continue
-            old = entry[s] or empty
-            new = tuple((x[0] | y[0], x[1] | y[1]) for x, y in zip(old[:-1], state[:-1])) + (old[-1] | state[-1],)
-            if entry[s] is None or new != old:
-                entry[s] = new
-                work.append(s)
+
+    def join(x, y):
+        return tuple((g[0] | h[0], g[1] | h[1]) for g, h in zip(x[:-1], y[:-1])) + (x[-1] | y[-1],)
+
+    entry = forward(flat, (*empty[:-1], first), transfer, join)
     found: dict[int, tuple[int, int]] = {}
     unfenced: set[int] = set()
     for k, block in enumerate(flat.blocks):
