@@ -372,6 +372,15 @@ def test_every_reported_kind_is_documented():
     assert all(level in ("default", "strict", "both") for level, _ in hazards.KINDS.values())
 
 
+@pytest.mark.parametrize("warps, checks, found", [(4, "strict", False), (3, "strict", True), (3, "default", False)])
+def test_setmaxnreg_of_part_of_a_warpgroup(warps, checks, found):
+    body = f"setp.ge.u32 %p1, %tx, {32 * warps};\n@%p1 bra KEEPS;\nsetmaxnreg.dec.sync.aligned.u32 64;\nKEEPS:\n"
+    text, record, error = run(body, block=256, checks=checks)
+    assert error is None
+    got = {(h.kind, h.ptx_line) for h in record.hazards}
+    assert got == ({("setmaxnreg", line_of(text, "setmaxnreg"))} if found else set())
+
+
 # ---- what the ISA pipelines in one tensor pipe (9.7.16.6.2)
 @pytest.mark.parametrize(
     "earlier, later, ordered",

@@ -497,6 +497,12 @@ class Machine:
                 if bar.tx != 0:
                     # Bytes expected and never sent are strict only: the tail of NVIDIA's TMA pipelines expects once more.
                     self.report("mbarrier-tx-at-exit", w, _At(bar.line, last), f"at exit, {bar.describe()}", default=bar.tx < 0)
+            for k in range(0, len(cta.warps), 4):
+                group = [[n for n, _ in w.asked] for w in cta.warps[k : k + 4]]
+                if any(asked != group[0] for asked in group):
+                    line = min(line for w in cta.warps[k : k + 4] for _, line in w.asked)
+                    text = f"the warps {k}..{k + len(group) - 1} of one warpgroup ask for {group} registers: all must, for the same"
+                    self.report("setmaxnreg", cta.warps[k], _At(line, last), text, default=False)
             state = cta.tmem_state
             if state is not None:
                 for first, (count, line) in state.blocks.items():

@@ -97,7 +97,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "wgmma": ("default", "a register count that does not fit the shape; ends the launch"),
     "wgmma-register": ("default", "a register that a wgmma not yet waited for reads or writes is used otherwise"),
     "wgmma-fence": ("default", "no wgmma.fence before the first wgmma, or since other instructions computed its accumulators"),
-    "setmaxnreg": ("default", "inc below or dec above the present count (waiting for registers shows as deadlock)"),
+    "setmaxnreg": ("both", "inc below or dec above the present count (waiting shows as deadlock); strict: part of a warpgroup"),
     "deadlock": ("default", "no warp can run, or none has any effect any more"),
     "device-assertion": ("default", "__assertfail was called; ends the launch"),
     "fault": ("default", "any other error that ended the launch"),

@@ -678,6 +678,7 @@ def _setmaxnreg(ins: Instr):
             )
         cta.reg_pool -= need
         w.maxreg = n
+        w.asked.append((n, ins.line))
         machine.events += 1
         return None
 

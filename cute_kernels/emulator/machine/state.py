@@ -85,7 +85,7 @@ class Warp:
         "cp_open", "cp_groups", "bulk_open", "bulk_groups", "bulk_unread", "tld", "tst", "maxreg", "role", "syncs", "lanes",
         "exited", "waits",
         "wg_open", "wg_groups", "cluster_arrivals", "cluster_waits", "cluster_lanes", "cluster_waited", "inits", "fenced",
-        "fence_clock", "unfenced", "in_pipe",
+        "fence_clock", "unfenced", "in_pipe", "asked",
     )  # fmt: skip
 
     def __init__(self, machine, cta: CTA, index: int, nlanes: int) -> None:
@@ -115,6 +115,7 @@ class Warp:
         self.tld: list = []
         self.tst: list = []
         self.maxreg = 0
+        self.asked: list[tuple[int, int]] = []  # (registers, PTX line) of every setmaxnreg
         self.role = None
         self.syncs = 0
         self.waits = 0
