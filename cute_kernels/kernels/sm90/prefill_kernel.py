@@ -518,8 +518,9 @@ class PrefillKernel:
         words = cute.recast_tensor(packed, Int32)
         # All four warps have read Q before one of them writes over it.
         cute.arch.barrier(barrier_id=ROWS + c.which, number_of_threads=128)
+        lane = ptx.special("laneid")  # again, or the addresses made from it are kept over all loops, one of them in local memory
         for k in cutlass.range_constexpr(self.width // 16):
-            to = c.q_base + self.piece(c.warp * 16 + c.lane % 16, 2 * k + c.lane // 16)
+            to = c.q_base + self.piece(c.warp * 16 + lane % 16, 2 * k + lane // 16)
             ptx.stmatrix_4(to, words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
         cute.arch.barrier(barrier_id=ROWS + c.which, number_of_threads=128)
         base = c.p.out.iterator.toint()
