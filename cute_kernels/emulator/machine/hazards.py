@@ -109,6 +109,10 @@ RELAXATIONS: dict[str, str] = {
     "mbarriers alone",
     "tcgen05.wait::ld": "a load counts as complete at a release, an MMA or a dealloc once one of its registers has been read: "
     "FlashAttention-4's forward has no wait::ld",
+    "tcgen05.cp after mma": "a tcgen05.cp executes after the earlier tcgen05.mma of its thread, which the ISA does not promise: "
+    "CUTLASS's block-scaled mainloop refills one set of scale factors in tensor memory for every tile of K, with no wait",
+    "tcgen05.mma over A": "a tcgen05.mma executes after an earlier one of its thread whose A in tensor memory it overwrites, at "
+    "both levels: FlashAttention-4 writes the next logits over the weights",
     "cp.async": "copies signalled through cp.async.mbarrier.arrive are visible to the async proxy of the waiter: "
     "FlashAttention-4's 64-key MLA kernel feeds tcgen05.mma so, with no fence.proxy.async",
     "cluster barrier": "arrive, arrive, wait, wait: FlashAttention-4's 2-CTA MLA kernel sets up two groups of barriers so; "
