@@ -101,15 +101,12 @@ def plain(*tensors: Tensor | None) -> bool:
     return True
 
 
-def count_writes(op: str, *tensors: Tensor) -> None:
-    """What torch's own in-place operations do to the tensors they write, and kernels do not: raise their version counters, so
-    that a backward pass which saved one of them fails instead of using the new contents; refuse inference tensors outside
-    that mode."""
-    if not torch.is_inference_mode_enabled():
-        for t in tensors:
-            if t.is_inference():
-                raise RuntimeError(f"{op}: Inplace update to inference tensor outside InferenceMode is not allowed")
-    torch.autograd.graph.increment_version(tensors)  # of those that have one
+def check_writable(op: str, *tensors: Tensor) -> None:
+    """Refuse to write inference tensors outside that mode, as torch's own in-place operations do. The other thing they do, and
+    kernels do not, is `torch.autograd.graph.increment_version`: then a backward pass that saved a tensor which was written since
+    fails, instead of using the new contents."""
+    if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in tensors):
+        raise RuntimeError(f"{op}: Inplace update to inference tensor outside InferenceMode is not allowed")
 
 
 class Plans(dict):
@@ -129,8 +126,8 @@ except ImportError:  # another torch: every call makes its key
 
 def same_layouts(*tensors: Tensor) -> Callable[..., bool] | None:
     """f(*others): whether they equal these in type, dtype, device, sizes, strides and dispatch keys, no two of them being one, and
-    whether the same dispatch modes, transforms and tracers are active as now: what torch.compile's guards ask, in C++. None
-    where they cannot say, or where a gradient is possible, which is to be looked at again on every call."""
+    whether the same dispatch modes, transforms and tracers are active as now, inference mode too: what torch.compile's guards
+    ask, in C++. None where they cannot say, or where a gradient is possible: then every call looks again."""
     if _TensorGuards is None or any(t.requires_grad for t in tensors):
         return None
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]

@@ -111,11 +111,13 @@ _MEMORY = ("q", "k_new", "v_new", "k_cache", "v_cache", "kv_len", "attn_sink")  
 def _launch(plan, op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
     function, allocate, ((size, stride), (stat_size, stat_stride)), capacity, extents, apart, backend = plan
     if extents is not None:
-        memory = q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink
-        addresses = tuple([0 if t is None else t.data_ptr() for t in memory])
+        sink = 0 if attn_sink is None else attn_sink.data_ptr()
+        addresses = (
+            q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), kv_len.data_ptr(), sink
+        )  # fmt: skip
         if addresses not in apart:
             if not c.ranges_disjoint(addresses, extents):
-                _check_append_memory(dict(zip(_MEMORY, memory, strict=True)))
+                _check_append_memory(dict(zip(_MEMORY, (q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink), strict=True)))
             elif len(apart) < 4096:
                 apart.add(addresses)
     elif type(kv_len) is int and not 1 <= kv_len <= capacity:
@@ -124,7 +126,7 @@ def _launch(plan, op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
     lse = allocate(stat_size, stat_stride, torch.float32)
     if function is not None:
         if k_new is not None:
-            c.count_writes(op, k_cache, v_cache)
+            torch.autograd.graph.increment_version((k_cache, v_cache))
         function(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse)
     dispatch.record(backend)
     return out, lse
@@ -156,6 +158,8 @@ def _run(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal
     device = q.device
     target = dispatch.current_target(device)
     capacity = k_cache.shape[2]
+    if op == _APPEND:
+        c.check_writable(op, k_cache, v_cache)
     given = _given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink)
     options = op, sm_scale, causal, window_left, softcap, by_int, attn_sink is None, pushed_target()
     key = (options, target, *(c.layout(t) for t in given))

@@ -112,8 +112,8 @@ def _launch(plan, q, kv, indices, attn_sink, topk_length, head_group_mask, out):
     function, allocate, (out_size, out_stride, size, stride), backend = plan
     if out is None:
         out = allocate(out_size, out_stride, torch.bfloat16)
-    elif function is not None:
-        c.count_writes(_OP, out)
+    else:
+        torch.autograd.graph.increment_version(out)
     max_logits = allocate(size, stride, torch.float32)
     lse = allocate(size, stride, torch.float32)
     if function is not None:
@@ -164,6 +164,7 @@ def _run(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_gro
         if t is not None:
             c.check_base(_OP, name, t)
     if out is not None:
+        c.check_writable(_OP, out)
         c.check_written(_OP, {"out": out}, {n: t for n, t in arguments.items() if isinstance(t, Tensor)})
     look = topk_length is not None and (c.checking() or (target is None and device.type == "cpu"))
     if look:
