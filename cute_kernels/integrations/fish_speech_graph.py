@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Constants(TorchFunctionMode):
-    """Keeps what torch.tensor makes of numbers. Upstream makes ten such positions a token, each a copy from the host and a wait for
-    it, which a capture does not allow; with the copies of an eager step at hand it does not need to."""
+    """Numbers without copies from the host, which a capture does not allow. Upstream asks for them in two ways, ten times a token
+    each: torch.tensor([position]), kept here from an eager step, and `x[0] = False`, a copy of a CPU tensor, here a fill."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,12 +27,21 @@ class _Constants(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func == torch.Tensor.__setitem__ and type(args[2]) in (bool, int, float) and _is_view(args[1]):
+            args[0][args[1]].fill_(args[2])
+            return None
         if func is not torch.tensor:
             return func(*args, **kwargs)
         key = repr((args, sorted(kwargs.items())))
         if key not in self.made:
             self.made[key] = func(*args, **kwargs)
         return self.made[key].clone()  # the caller may write into it
+
+
+def _is_view(index: Any) -> bool:
+    """Whether tensor[index] is a view (no masks, no lists of positions)."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
 
 
 def _capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
