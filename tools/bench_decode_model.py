@@ -374,7 +374,8 @@ class Run:
 
 
 def run_together(runs: list[Run], timeout: float) -> list[dict]:
-    """Warm up side by side, then measure one after the other."""
+    """Warm up side by side, then measure one after the other; each row goes to stderr as it comes."""
+    rows = []
     end = time.monotonic() + timeout
     while time.monotonic() < end and not all(run.warm() for run in runs):
         time.sleep(0.1)
@@ -387,7 +388,9 @@ def run_together(runs: list[Run], timeout: float) -> list[dict]:
             run.process.wait(timeout)
         except subprocess.TimeoutExpired:
             run.kill(f"not measured after {timeout:.0f} s")
-    return [run.row() for run in runs]
+        rows.append(run.row())
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
 
 
 def main() -> int:
