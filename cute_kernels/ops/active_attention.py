@@ -168,6 +168,10 @@ def _run(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal
         _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink, k_new, v_new)
         if by_int:
             _check_length(op, kv_len, capacity)
+    look = not by_int and (c.checking() or (target is None and device.type == "cpu"))
+    if look:
+        _check_lengths(op, kv_len, capacity)
+    if plan is None:
         arguments = dict(
             q=q, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len, sm_scale=q.shape[3] ** -0.5 if sm_scale is None else sm_scale,
             causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink, k_new=k_new, v_new=v_new,
@@ -177,9 +181,7 @@ def _run(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal
         if op == _APPEND:
             _check_append_memory(arguments)
         plan = _plans[key] = _plan(op, arguments, device, target)
-    if not by_int and (c.checking() or (target is None and device.type == "cpu")):
-        _check_lengths(op, kv_len, capacity)
-    else:
+    if not look:
         same = c.same_layouts(*given)
         if same is not None:
             latest[options] = same, plan
