@@ -11,7 +11,7 @@ Nothing is imported until a name is used.
 from __future__ import annotations
 
 _NAMES = {
-    "run_ptx": ".machine.run", "launch": ".machine.engine", "LaunchRecord": ".machine.engine",
+    "run_ptx": ".machine.run", "launch": ".machine.launcher", "LaunchRecord": ".machine.launcher",
     "GlobalMemory": ".machine.memory", "EmulationError": ".machine.hazards", "Deadlock": ".machine.hazards",
     "Hazard": ".machine.hazards", "PtxError": ".ptx.ir", "UnsupportedInstruction": ".ptx.ir",
     "TensorMap": ".datapath.tensormap", "IllegalOperand": ".datapath.errors", "emulate": ".host",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-_NAMES = {"launch": ".engine", "LaunchRecord": ".engine", "GlobalMemory": ".memory", "run_ptx": ".run"}
+_NAMES = {"launch": ".launcher", "LaunchRecord": ".launcher", "GlobalMemory": ".memory", "run_ptx": ".run"}
 __all__ = sorted(_NAMES)
 
 

@@ -147,7 +147,7 @@ def _createpolicy(em: Emitter, ins: Instr) -> None:
 
 
 @handles("vote")
-def _never(em: Emitter, ins: Instr) -> None:  # votes are warp-synchronous: see ops_sync
+def _never(em: Emitter, ins: Instr) -> None:  # votes are warp-synchronous: see ops_warp
     raise em.unsupported()
 
 

@@ -8,7 +8,7 @@ from ..ptx.ir import Imm, Instr, Vec
 from .hazards import EmulationError
 from .ops_async import AsyncOp, agent, fine_granules, shared_read
 from .ops_mem import check_shared_read, check_shared_write
-from .ops_sync import warp_sync
+from .ops_warp import warp_sync
 from .optable import Wait, address, getter, op, scalar, unsupported
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .engine import LaunchRecord
+from .launcher import LaunchRecord
 
 
 def format_record(record: LaunchRecord) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..ptx.ir import Module
 from ..ptx.parser import parse
-from .engine import LaunchRecord, launch
+from .launcher import LaunchRecord, launch
 from .memory import GlobalMemory
 
 _ALIGN = 256  # cudaMalloc's alignment: kernels rely on it for 256-bit accesses and tensor maps
