@@ -347,6 +347,15 @@ def test_register_budget():
     assert kinds(record) == {"setmaxnreg"}
 
 
+@pytest.mark.parametrize("checks", ["default", "strict"])
+def test_two_warpgroups_start_with_what_ptxas_gives(checks):
+    """A copying and a computing warpgroup, as in NVIDIA's Hopper GEMMs: no .maxnreg, and 256 threads leave the file half used."""
+    body = "setp.ge.u32 %p1, %tx, 128;\n@%p1 bra COMPUTES;\nsetmaxnreg.dec.sync.aligned.u32 40;\nbra DONE;\n"
+    body += "COMPUTES:\nsetmaxnreg.inc.sync.aligned.u32 232;\nDONE:\n"
+    _, record, error = run(body, block=256, checks=checks)
+    assert error is None and record.hazards == []
+
+
 def test_checks_off_reports_nothing():
     assert run(EXCHANGE.replace("bar.sync 0;\n", ""), shared=BUF, checks="off")[1].hazards == []
 
