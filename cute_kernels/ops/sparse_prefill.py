@@ -124,24 +124,20 @@ def _launch(plan, q, kv, indices, attn_sink, topk_length, head_group_mask, out):
 
 def _repeat(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size):
     """The results, if the latest call with these numbers and options had the same layouts, else None."""
-    if attn_sink is None and topk_length is None and head_group_mask is None:
-        tensors = q, kv, indices
-        addresses = 0
-    else:
-        tensors = tuple(t for t in (q, kv, indices, attn_sink, topk_length, head_group_mask) if t is not None)
-        addresses = 0 if head_group_mask is None else head_group_mask.data_ptr()
-    found = latest.get(_options(sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size))
+    no_sink, no_length, no_mask = attn_sink is None, topk_length is None, head_group_mask is None
+    found = latest.get((sm_scale, d_v, head_group_size, no_sink, no_length, no_mask, pushed_target()))
     if found is None:
         return None
     same, plan = found
-    if not same(*tensors) or (addresses | q.data_ptr() | kv.data_ptr()) & 15:
-        return None
+    if no_sink and no_length and no_mask:
+        if not same(q, kv, indices) or (q.data_ptr() | kv.data_ptr()) & 15:
+            return None
+    else:
+        optional = [t for t in (attn_sink, topk_length, head_group_mask) if t is not None]
+        mask = 0 if no_mask else head_group_mask.data_ptr()
+        if not same(q, kv, indices, *optional) or (q.data_ptr() | kv.data_ptr() | mask) & 15:
+            return None
     return _launch(plan, q, kv, indices, attn_sink, topk_length, head_group_mask, None)
-
-
-def _options(sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size):
-    absent = attn_sink is None, topk_length is None, head_group_mask is None
-    return sm_scale, d_v, head_group_size, *absent, pushed_target()
 
 
 def _run(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out):
@@ -151,7 +147,8 @@ def _run(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_gro
     device = q.device
     target = dispatch.current_target(device)
     tensors = tuple(t for t in (q, kv, indices, attn_sink, topk_length, head_group_mask) if t is not None)
-    options = _options(sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
+    absent = attn_sink is None, topk_length is None, head_group_mask is None
+    options = sm_scale, d_v, head_group_size, *absent, pushed_target()
     key = (options, target, *(layout(t) for t in tensors), layout(out))
     arguments = dict(
         q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
