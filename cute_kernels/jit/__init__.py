@@ -22,7 +22,8 @@ cache, PTX for the emulator, warm-up, the message on a terminal) is done here. I
 
 `run` is a raw `tvm_ffi.Function` reloaded from the exported object: it takes torch's current stream of the tensors' device, so pass
 no stream, and arguments by position only. `combine_kernel(config, target)` is a dictionary lookup once it is there; a launcher that
-counts every microsecond keeps `run` in its own dictionary, with `target.key` in the key (an emulated kernel is another object).
+counts every microsecond keeps `run`, with `target.key` in the key (an emulated kernel is another object), and has its builder
+return `cute_kernels.kernels.by_address.by_address(kernel, arguments)`: then it passes addresses and a stream instead of tensors.
 
 `variants` are the configs that `cute_kernels.warmup()` compiles (a tuple, or a function of the arch). `options` adds compiler flags
 ("--ptxas-options -O2", or a function of config and arch). The cache key holds the text of the builder's file and of every

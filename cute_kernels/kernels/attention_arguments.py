@@ -15,6 +15,8 @@ def unsupported(q: Tensor, k_cache: Tensor) -> str | None:
     d = q.shape[3]
     if d % 8 or not 16 <= d <= 256:
         return f"the head dimension must be a multiple of 8 from 16 to 256, not {d}"
+    if k_cache.shape[2] >= 1 << 31:
+        return f"the capacity must be below 2**31 rows, not {k_cache.shape[2]}"
     if max(k_cache.shape[0], k_cache.shape[1]) > 65535:
         return f"batch size and KV heads must be at most 65535, not {k_cache.shape[0]} and {k_cache.shape[1]}"
     return None

@@ -20,7 +20,8 @@ from cute_kernels.jit.target import current_target
 #   can_implement(**arguments) -> str | None      None, or why this case is not supported: a function of shapes, strides, dtypes and
 #                                                 options alone, since its answer is kept; not of addresses or of a length
 #   launch(**arguments, **outputs)                 writes the outputs on the current stream
-#   prepare(**arguments, target=)                  of sparse_prefill (optional) and group_topk: see _plan there
+#   prepare(**arguments, target=)                  optional (group_topk: always): a function for all calls of these layouts and
+#                                                  options, on the current stream; what it takes is told at each _plan
 KERNELS: dict[tuple[str, str], str] = {
     ("active_attention", "sm_90a"): "cute_kernels.kernels.sm90.decode",
     ("active_attention", "sm_100a"): "cute_kernels.kernels.sm100.decode",
