@@ -60,6 +60,7 @@ def grouped_sparse_prefill(
 
     Raises ValueError for a group_size that does not fit (naming the largest legal one), and what `sparse_prefill` raises.
     """
+    c.check_given(_NAME, q=q, kv=kv, indices=indices)
     c.check_tensor(_NAME, "q", q, (torch.bfloat16,), (None, None, None), q.device, "[s, h, d_qk]")
     s, h, d = q.shape
     if h > MAX_HEADS:

@@ -138,6 +138,13 @@ def fail(op: str, name: str, must: str, got: object, error: type[Exception] = Va
     raise error(f"{op}: {name} must {must}, got {got}")
 
 
+def check_given(op: str, **tensors: object) -> None:
+    """Arguments that must be tensors: the dispatcher's error is a RuntimeError, and without it there would be an AttributeError."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            fail(op, name, "be a torch.Tensor", type(t).__name__, TypeError)
+
+
 def check_tensor(
     op: str,
     name: str,

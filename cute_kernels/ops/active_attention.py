@@ -207,16 +207,10 @@ def _fake(q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_lef
     return _empty_outputs(q)
 
 
-def _check_new(k_new, v_new) -> None:
-    for name, t in (("k_new", k_new), ("v_new", v_new)):
-        if t is None:  # which the dispatcher lets through as an undefined tensor
-            c.fail(_APPEND, name, "be a tensor", "None", TypeError)
-
-
 def _real_append(
     q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
 ):
-    _check_new(k_new, v_new)
+    c.check_given(_APPEND, k_new=k_new, v_new=v_new)  # the dispatcher lets None through as an undefined tensor
     args = _APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
     return _repeat(_latest_below, *args) or _run(_latest_below, *args)
 
@@ -237,7 +231,7 @@ def _refuse_slab(k_cache: Tensor, v_cache: Tensor) -> None:
 def _fake_append(
     q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
 ):
-    _check_new(k_new, v_new)
+    c.check_given(_APPEND, k_new=k_new, v_new=v_new)  # the dispatcher lets None through as an undefined tensor
     c.check_grad(_APPEND, q, k_cache, v_cache, attn_sink, k_new, v_new)
     if _SLAB_MISCOMPILES:
         _refuse_slab(k_cache, v_cache)
@@ -292,7 +286,7 @@ def active_attention(
         causal: bottom-right. S > kv_len is legal: rows at negative positions see no key.
         window_left: -1 for none.
         softcap: 0.0 for none.
-        attn_sink: [Hq] float32, natural-log units; joins the denominator of out only.
+        attn_sink: [Hq] float32, natural-log units; joins the denominator of out only. A NaN gives NaN to its head's rows.
 
     Returns:
         out: q's shape and dtype, with the strides of a contiguous [B, S, Hq, D] (so out.transpose(1, 2) flattens for free).
@@ -307,8 +301,9 @@ def active_attention(
         results = _repeat(_latest, *args)
         if results is not None:
             return results
+        c.check_given(_OP, q=q, k_cache=k_cache, v_cache=v_cache)
         if (
-            c.plain(q, k_cache, v_cache, None if type(kv_len) is int else kv_len)
+            kv_len is not None and c.plain(q, k_cache, v_cache, None if type(kv_len) is int else kv_len)
             and _plain_options(sm_scale, causal, window_left, softcap, attn_sink)
         ):  # fmt: skip
             return _run(_latest, *args)
@@ -346,11 +341,11 @@ def active_attention_append(
         results = _repeat(_latest, *args)
         if results is not None:
             return results
+        c.check_given(_APPEND, q=q, k_new=k_new, v_new=v_new, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len)
         if (
             c.plain(q, k_new, v_new, k_cache, v_cache, kv_len)
             and _plain_options(sm_scale, causal, window_left, softcap, attn_sink)
         ):  # fmt: skip
-            _check_new(k_new, v_new)
             return _run(_latest, *args)
     return _append(
         q, k_new, v_new, k_cache, v_cache, kv_len,

@@ -143,7 +143,8 @@ _unpadded = torch.ops.cute_kernels.group_topk.unpadded
 def _direct(indices, s_kv, group_size, topk_length, cu_seqlens_q) -> bool:
     """Whether the dispatcher may be left out (see `unobserved`): it has neither a type to convert nor a tensor to hand on."""
     return (
-        c.unobserved() and c.plain(indices, topk_length, cu_seqlens_q) and type(s_kv) is int and type(group_size) is int
+        indices is not None and c.unobserved() and c.plain(indices, topk_length, cu_seqlens_q) and type(s_kv) is int
+        and type(group_size) is int
     )  # fmt: skip
 
 
@@ -186,4 +187,5 @@ def group_topk(
     """
     if (max_union is None or type(max_union) is int) and _direct(indices, s_kv, group_size, topk_length, cu_seqlens_q):
         return _run(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union, True)
+    c.check_given(_OP, indices=indices)
     return _default(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union)

@@ -50,10 +50,10 @@ def _check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mas
     if topk_length is not None:
         c.check_tensor(_OP, "topk_length", topk_length, (torch.int32,), (s_q,), device, "[s_q]")
         c.check_unit_last_stride(_OP, "topk_length", topk_length)
+    g = head_group_size
+    if g < 1 or g > MAX_HEADS or g & (g - 1):
+        c.fail(_OP, "head_group_size", "be a power of two from 1 to 128", g)
     if head_group_mask is not None:
-        g = head_group_size
-        if g < 1 or g > MAX_HEADS or g & (g - 1):
-            c.fail(_OP, "head_group_size", "be a power of two from 1 to 128", g)
         if h_q % g:
             c.fail(_OP, "head_group_size", f"divide h_q = {h_q}", g)
         if h_q > g * MAX_GROUPS:
@@ -252,12 +252,14 @@ def sparse_prefill(
         kv: [s_kv, 1, d_qk] bfloat16. There is one KV head (h_kv must be 1); the values are kv[..., :d_v].
         indices: [s_q, 1, topk] int32, rows of kv. Values outside [0, s_kv) are ignored. Any topk; with a mask a multiple of 128.
         sm_scale: any number that is finite in float32, always given. Absorbed MLA uses (128 + 64) ** -0.5, not d_qk ** -0.5.
+            (As everywhere in torch, a bool counts as the number 0 or 1.)
         d_v: 512.
-        attn_sink: [h_q] float32, natural-log units; joins the denominator of out only. +inf gives out 0, -inf changes nothing.
+        attn_sink: [h_q] float32, natural-log units; joins the denominator of out only. +inf gives out 0, -inf changes nothing,
+            NaN gives NaN to the rows of its head that have a counted key.
         topk_length: [s_q] int32, read on the device and clamped to [0, topk].
         head_group_mask: [s_q, topk/128, 128] uint8. Bit j % 8 of byte 16*g + j // 8 of block b says whether the heads of group g
             may attend to indices[row, 0, 128*b + j]. Group g is heads [g*head_group_size, (g+1)*head_group_size), at most 8 groups.
-        head_group_size: a power of two from 1 to 128 that divides h_q.
+        head_group_size: a power of two from 1 to 128; with a mask it must divide h_q, without one it means nothing.
         out: optional [s_q, h_q, d_v] bfloat16 to write; must not overlap an input.
     q, kv, out and head_group_mask need a last stride of 1, other strides and the base address a multiple of 16 bytes.
 
@@ -278,6 +280,7 @@ def sparse_prefill(
     results = _repeat(_latest, *args)
     if results is not None:
         return results
+    c.check_given(_OP, q=q, kv=kv, indices=indices)
     # Numbers of other types than the schema's are the dispatcher's to convert or refuse, tensors of other types to hand on.
     if (
         type(sm_scale) is float and type(d_v) is int and type(head_group_size) is int

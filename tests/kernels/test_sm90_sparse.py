@@ -88,6 +88,8 @@ def test_config_and_limits():
     assert not sparse.config_of(q, 1.0, None, None, mask, 16).small_groups
     odd = torch.zeros(2, 64, 580, dtype=torch.bfloat16)[:, :, :576]
     assert "16 bytes" in sparse.can_implement(q=odd, kv=kv, indices=idx, sm_scale=1.0)
+    moved = torch.zeros(2 * 64 * 576 + 1, dtype=torch.bfloat16)[1:].view(2, 64, 576)
+    assert sparse.can_implement(q=moved, kv=kv, indices=idx, sm_scale=1.0) is None  # the answer is kept: no address
     assert "d_qk" in sparse.can_implement(q=q[:, :, :256], kv=kv, indices=idx, sm_scale=1.0)
 
 

@@ -263,3 +263,41 @@ def test_overlap_is_decided_as_enumeration_decides():
         assert said or not truly  # never misses one
         wrong += said and not truly
     assert met > 500 and wrong < 300
+
+
+MISSING = [
+    (call, make, name)
+    for call, make, names in (
+        (ck.sparse_prefill, sparse, ("q", "kv", "indices")),
+        (ck.active_attention, active, ("q", "k_cache", "v_cache")),
+        (ck.active_attention_append, appended, ("q", "k_new", "v_new", "k_cache", "v_cache", "kv_len")),
+        (ck.group_topk, group, ("indices",)),
+        (ck.grouped_sparse_prefill, grouped, ("q", "kv", "indices")),
+    )
+    for name in names
+]
+
+
+@pytest.mark.parametrize("value", [None, [1.0]], ids=repr)
+@pytest.mark.parametrize("call,make,name", MISSING, ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""))
+def test_what_is_no_tensor_is_named(call, make, name, value):
+    inputs = make()
+    inputs.pop("out", None)
+    call(**inputs)  # a call like it came before, and is remembered
+    with pytest.raises(TypeError, match=rf"{call.__name__}\w*: {name} must be a torch.Tensor, got {type(value).__name__}"):
+        call(**inputs | {name: value})
+
+
+def test_head_group_size_is_checked_without_a_mask_too():
+    inputs = oracles.sparse_inputs(2, 5, 20, 8, 576)
+    with pytest.raises(ValueError, match="head_group_size must be a power of two from 1 to 128, got 12"):
+        ck.sparse_prefill(inputs["q"], inputs["kv"], inputs["indices"], 0.5, head_group_size=12)
+    ck.sparse_prefill(inputs["q"], inputs["kv"], inputs["indices"], 0.5, head_group_size=64)  # need not divide 5 heads
+
+
+def test_a_nan_sink_makes_its_head_nan():
+    inputs = oracles.sparse_inputs(2, 3, 20, 8, 576)
+    inputs["indices"][1] = -1
+    sink = torch.tensor([0.0, math.nan, -math.inf])
+    out, _, lse = ck.sparse_prefill(inputs["q"], inputs["kv"], inputs["indices"], 0.5, attn_sink=sink)
+    assert out[0, 1].isnan().all() and out[0, [0, 2]].isfinite().all() and (out[1] == 0).all() and not lse.isnan().any()

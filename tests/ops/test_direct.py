@@ -63,7 +63,7 @@ def test_append_needs_both_tensors(call, missing):
     before = [args[3].clone(), args[4].clone()]
     for i in missing:
         args[i] = None
-    with pytest.raises(TypeError, match="k_new must be a tensor" if 1 in missing else "v_new must be a tensor"):
+    with pytest.raises(TypeError, match="k_new must be a torch" if 1 in missing else "v_new must be a torch"):
         call(*args)
     assert torch.equal(args[3], before[0]) and torch.equal(args[4], before[1])
 
