@@ -16,7 +16,7 @@ difference seen on an H200 when they are 0 is that a store writes zeros, not the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,7 @@ class TensorMap:
         swizzle: a key of `SWIZZLES`.
         oob_fill: "zero" or "nan".
         l2_promotion: 0, 64, 128 or 256 (a hint).
+        array: what `tiled` was given, kept alive as long as the map is; None for a map made from an address or from bytes.
     """
 
     address: int
@@ -86,6 +87,7 @@ class TensorMap:
     swizzle: str = "none"
     oob_fill: str = "zero"
     l2_promotion: int = 128
+    array: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def rank(self) -> int:
@@ -120,7 +122,7 @@ class TensorMap:
         element_strides: Sequence[int] | None = None, oob: str = "zero", dtype: str | None = None,
         l2_promotion: int = 128, check: bool = True,
     ) -> TensorMap:
-        """Map over a numpy array, as cuTensorMapEncodeTiled would build it.
+        """Map over a numpy array, as cuTensorMapEncodeTiled would build it. The map keeps the array alive.
 
         Args:
             array: 1 to 5 axes, its last axis contiguous; other strides multiples of 16 bytes.
@@ -146,7 +148,7 @@ class TensorMap:
             dims=(dims[0] * scale, *dims[1:]) if dims else (), strides=tuple(reversed(array.strides[:-1])),
             box=tuple(int(b) for b in reversed(box)),
             element_strides=tuple(int(s) for s in reversed(element_strides or [1] * array.ndim)),
-            swizzle=swizzle, oob_fill=oob, l2_promotion=l2_promotion,
+            swizzle=swizzle, oob_fill=oob, l2_promotion=l2_promotion, array=array,
         )
         if check:
             tmap.check()

@@ -66,7 +66,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def tally(machine) -> Counters:
-    """Counters of a finished launch. A role is the set of warp indices that executed the same items."""
+    """Counters of a launch, of warps that an error stopped too. A role is the set of warp indices that executed the same items."""
     program = machine.program
     c = Counters(
         bytes=Counter(machine.bytes),
@@ -74,6 +74,11 @@ def tally(machine) -> Counters:
         tensor_flops=machine.tensor_flops,
         ctas=machine.started_ctas,
     )
+    warp_counts, warp_waits = dict(machine.warp_counts), Counter(machine.warp_waits)
+    for w in (w for cluster in machine.clusters for w in cluster.warps if not w.exited):
+        before = warp_counts.get(w.index, [0] * len(w.counts))
+        warp_counts[w.index] = [a + b for a, b in zip(before, w.counts)]
+        warp_waits[w.index] += w.waits
     per_item = []
     for item in program.items:
         classes: Counter = Counter(classify(i) for i in item.instrs)
@@ -81,13 +86,13 @@ def tally(machine) -> Counters:
         exps = sum(2 if i.mods[-1].endswith("x2") else 1 for i in item.instrs if i.base == "ex2")
         per_item.append((classes, ops, exps * 32))
     signatures: dict[frozenset, list[int]] = defaultdict(list)
-    for index, counts in machine.warp_counts.items():
+    for index, counts in warp_counts.items():
         signatures[frozenset(k for k, n in enumerate(counts) if n)].append(index)
     for indices in signatures.values():
         indices.sort()
         role = RoleCounters(warps=indices)
         for index in indices:
-            for k, n in enumerate(machine.warp_counts[index]):
+            for k, n in enumerate(warp_counts[index]):
                 if n:
                     classes, ops, exps = per_item[k]
                     for ins in program.items[k].instrs:
@@ -97,7 +102,7 @@ def tally(machine) -> Counters:
                     for name, per in ops.items():
                         c.opcodes[name] += per * n
                     role.exp2 += exps * n
-            role.barrier_waits += machine.warp_waits[index]
+            role.barrier_waits += warp_waits[index]
             role.tensor_cycles += machine.warp_tensor[index]
         c.roles[f"warps {_ranges(indices)}"] = role
         c.instructions += role.instructions

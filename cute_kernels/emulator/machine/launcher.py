@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
 import threading
 import time
@@ -49,6 +51,15 @@ class LaunchRecord:
 
 _LOCAL = threading.local()  # compiled programs: their scratch rows must not be shared between threads
 _FAULTS = ("out-of-bounds shared", "out-of-bounds global", "out-of-bounds local", "misaligned", "device assertion")
+
+
+def read_module(ptx: str | Module) -> Module:
+    """The parsed module of a PTX text. Raises PtxError, and TypeError for anything else."""
+    if isinstance(ptx, Module):
+        return ptx
+    if not isinstance(ptx, str):
+        raise TypeError(f"ptx must be a str or a parsed Module, not {type(ptx).__name__}")
+    return parse(ptx)
 
 
 def load_program(module: Module, entry: str, *, fine: bool, checks: str) -> Program:
@@ -104,16 +115,21 @@ def launch(
         raise ValueError(f"schedule must be eager, lazy or random, not {schedule!r}")
     if checks not in ("off", "default", "strict"):
         raise ValueError(f"checks must be off, default or strict, not {checks!r}")
-    module = parse(ptx) if isinstance(ptx, str) else ptx
+    module = read_module(ptx)
     if arch is not None and module.target.rstrip("af") != arch.rstrip("af"):
         raise EmulationError(f"the PTX is for {module.target}, not {arch}")
     program = load_program(module, entry, fine=schedule == "random", checks=checks)
     grid, block = _triple(grid, "grid"), _triple(block, "block")
     given = program.flat.directives.get("reqnctapercluster")
-    explicit = tuple(cluster) != (1, 1, 1)
-    if given and not explicit:
-        cluster = tuple(given) + (1,) * (3 - len(given))
     cluster = _triple(cluster, "cluster")
+    explicit = cluster != (1, 1, 1)
+    if given and explicit and cluster != _triple(given, ".reqnctapercluster"):
+        raise ValueError(f"cluster {cluster} differs from .reqnctapercluster {given}")
+    if given:
+        cluster = _triple(given, ".reqnctapercluster")
+    rank = program.flat.directives.get("maxclusterrank")
+    if rank and math.prod(cluster) > rank[0]:
+        raise ValueError(f"cluster {cluster} has {math.prod(cluster)} CTAs; .maxclusterrank allows {rank[0]}")
     if any(g % c for g, c in zip(grid, cluster)):
         raise ValueError(f"grid {grid} is not a multiple of cluster {cluster}")
     threads = block[0] * block[1] * block[2]
@@ -122,6 +138,12 @@ def launch(
     required = program.flat.directives.get("reqntid")
     if required and tuple(required) + (1,) * (3 - len(required)) != block:
         raise ValueError(f"block {block} differs from .reqntid {required}")
+    most = program.flat.directives.get("maxntid")
+    if most and threads > math.prod(most):
+        raise ValueError(f"block {block} has {threads} threads; .maxntid {most} allows {math.prod(most)}")
+    dynamic_smem = operator.index(dynamic_smem)
+    if dynamic_smem < 0:
+        raise ValueError(f"dynamic_smem must be at least 0, not {dynamic_smem}")
     if program.flat.static_shared + dynamic_smem + 1024 > SMEM_BYTES:
         raise ValueError(f"{program.flat.static_shared + dynamic_smem} bytes of shared memory; a CTA has {SMEM_BYTES - 1024}")
     record = LaunchRecord(entry, grid, block, cluster, dynamic_smem, schedule, seed, checks)
@@ -169,7 +191,10 @@ def machine_position(machine: Machine):
 
 
 def _triple(value, name: str) -> tuple[int, int, int]:
-    t = (value,) if isinstance(value, int) else tuple(int(x) for x in value)
+    try:
+        t = tuple(operator.index(x) for x in (value if hasattr(value, "__iter__") else (value,)))
+    except TypeError:
+        raise TypeError(f"{name} must be an integer or up to three of them, not {value!r}") from None
     t = t + (1,) * (3 - len(t))
     if len(t) != 3 or min(t) < 1:
         raise ValueError(f"{name} must be three positive integers, not {value!r}")

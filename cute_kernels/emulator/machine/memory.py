@@ -15,6 +15,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_NEAR = 1 << 32  # bytes between an address and an allocation that may have something to do with each other
+
+
 class Allocation:
     """[base, base+size) of the host. `v[dtype code]` are views that begin at `origin`, 32-byte aligned, at or before base.
 
@@ -93,8 +96,12 @@ class GlobalMemory:
     def describe(self, address: int, size: int) -> str:
         """Where an address lies relative to the nearest allocation."""
         text = f"[{address:#x}, +{size}) is in no allocation"
+        if address < 1 << 16:
+            return text + "; that is a null pointer" + (f" and {address} bytes" if address else "")
         if self._allocs:
             near = min(self._allocs, key=lambda a: min(abs(address - a.base), abs(address - a.end)))
+            if min(abs(address - near.base), abs(address - near.end)) > _NEAR:
+                return text + ", nor near one"
             if address >= near.end or near.base <= address:
                 text += f"; {address + size - near.end} bytes past the end of {near.name or hex(near.base)} ({near.size} bytes)"
             else:

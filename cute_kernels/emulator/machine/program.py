@@ -6,6 +6,7 @@ for a masked one, on first use), one blocking instruction, or one control transf
 
 from __future__ import annotations
 
+from ..datapath.errors import IllegalOperand
 from ..ptx import tmem_loads, wgmma_registers
 from ..ptx.defined import maybe_unwritten, uses_and_defs
 from ..ptx.flatten import Flat, flatten, registers, targets_of
@@ -170,18 +171,20 @@ class Program:
                 return INDIRECT, None
             return EXIT, base
         op = OPS.get(base)
-        if op is not None:
-            blocking, fn = op(ins)
-            return (BLOCKING, fn) if blocking else (CODE, self._bind(ins, fn))
-        if base in REGISTER_ONLY:
-            try:
-                self.emitter.emit(ins, False)
-            except UnsupportedInstruction:
-                raise
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
-                raise UnsupportedInstruction(f"unsupported instruction {ins.op}: operands {ins!r} ({e})", ins.line) from e
+        if op is None and base not in REGISTER_ONLY:
+            raise UnsupportedInstruction(f"unsupported instruction {ins.op}", ins.line)
+        try:
+            if op is not None:
+                blocking, fn = op(ins)
+                return (BLOCKING, fn) if blocking else (CODE, self._bind(ins, fn))
+            self.emitter.emit(ins, False)
             return CODE, None
-        raise UnsupportedInstruction(f"unsupported instruction {ins.op}", ins.line)
+        except (PtxError, IllegalOperand):
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+            number = isinstance(e, IndexError) or "to unpack" in str(e)
+            why = "the number of its operands or qualifiers" if number else f"{type(e).__name__}: {e}"
+            raise UnsupportedInstruction(f"unsupported instruction {ins!r}: {why}", ins.line) from e
 
     def _check_registers(self, item: Item):
         """A blocking instruction that may touch registers of a wgmma in flight, or a wgmma with no fence before it."""

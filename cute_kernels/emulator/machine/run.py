@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..ptx.ir import Module
-from ..ptx.parser import parse
-from .launcher import LaunchRecord, launch
+from .launcher import LaunchRecord, launch, read_module
 from .memory import GlobalMemory
 
 _ALIGN = 256  # cudaMalloc's alignment: kernels rely on it for 256-bit accesses and tensor maps
@@ -86,7 +85,8 @@ def run_ptx(
         grid, block, cluster: ints or (x, y, z).
         args: one per kernel parameter: a NumPy array (its address is passed; written in place), a Python or NumPy scalar
             (converted to the parameter's type), bytes (copied as they are), or a TensorMap (its 128 bytes; made with
-            TensorMap.tiled(array, ...) on an array that must also stay alive).
+            TensorMap.tiled(array, ...), which keeps the array alive). A kernel sees an address and no strides: an array must
+            fill its storage without gaps, in any order of its axes.
         entry: kernel name; may be left out when the file has one kernel.
         dynamic_smem: bytes of dynamic shared memory.
         schedule, seed, checks: see `launch`.
@@ -98,10 +98,11 @@ def run_ptx(
         ValueError, TypeError: arguments that do not fit the kernel's parameters.
         PtxError, UnsupportedInstruction, EmulationError: see `launch`.
     """
-    module = parse(ptx) if isinstance(ptx, str) else ptx
+    module = read_module(ptx)
     if entry is None:
         if len(module.entries) != 1:
-            raise ValueError(f"entry must be given: the file has {', '.join(module.entries) or 'no kernel'}")
+            names = ", ".join(module.entries)
+            raise ValueError(f"entry must be given: the file has {names}" if names else "the file has no kernel")
         entry = module.entries[0]
     if entry not in module.functions:
         raise ValueError(f"no entry {entry!r}; the file has {', '.join(module.entries)}")
@@ -109,6 +110,9 @@ def run_ptx(
     if len(args) != len(formal):
         raise ValueError(f"{entry} takes {len(formal)} arguments, {len(args)} given")
     arrays = [a for a in args if isinstance(a, np.ndarray) and a.ndim > 0]
+    for k, a in enumerate(args):
+        if isinstance(a, np.ndarray):
+            _check_array(k, a)
     placement = _Placement(arrays)
     memory = GlobalMemory()
     names = {_bounds(a)[0]: f"argument {k}" for k, a in enumerate(args) if isinstance(a, np.ndarray) and a.size}
@@ -126,6 +130,20 @@ def run_ptx(
     finally:
         placement.write_back()
     return record
+
+
+def _check_array(k: int, a: np.ndarray) -> None:
+    """Refuse what has no meaning as an address: Python objects, and elements with gaps between them."""
+    if a.dtype.hasobject:
+        raise TypeError(f"argument {k} holds Python objects")
+    step = a.itemsize
+    for stride, extent in sorted((s, n) for s, n in zip(a.strides, a.shape) if n > 1):
+        if a.size and stride != step:
+            raise ValueError(
+                f"argument {k}, shape {a.shape} and byte strides {a.strides}, does not fill its storage: a kernel gets the address"
+                " alone. Pass numpy.ascontiguousarray(a), or all of the storage"
+            )
+        step *= extent
 
 
 def _encode(var, a, placement: _Placement, memory: GlobalMemory) -> bytes:
@@ -147,7 +165,10 @@ def _encode(var, a, placement: _Placement, memory: GlobalMemory) -> bytes:
         return np.array(a, code).tobytes()
     if not isinstance(a, int | np.integer | np.bool_):
         raise TypeError(f"parameter {var.name} (.{var.type}) cannot take {type(a).__name__}")
-    return (int(a) & (2 ** (8 * var.size) - 1)).to_bytes(var.size, "little")
+    limit = 1 << 8 * var.size
+    if not -limit // 2 <= int(a) < limit:
+        raise ValueError(f"parameter {var.name} (.{var.type}) cannot hold {int(a)}")
+    return (int(a) % limit).to_bytes(var.size, "little")
 
 
 def _encode_map(tmap, placement: _Placement, memory: GlobalMemory) -> bytes:
@@ -157,5 +178,6 @@ def _encode_map(tmap, placement: _Placement, memory: GlobalMemory) -> bytes:
         if lo <= tmap.address < hi:
             return dataclasses.replace(tmap, address=base + tmap.address - lo).encode()
     size = sum((d - 1) * t for d, t in zip(tmap.dims[1:], tmap.strides)) + tmap.dims[0] * tmap.element_bits // 8
-    memory.add(tmap.address, size, name="tensor map's array")
+    writable = tmap.array is None or tmap.array.flags.writeable
+    memory.add(tmap.address, size, writable=writable, name="tensor map's array", keep=tmap.array)
     return tmap.encode()
