@@ -118,10 +118,18 @@ class Plans(dict):
         super().__setitem__(key, plan)
 
 
-try:
-    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
-except ImportError:  # another torch: every call makes its key
-    _TensorGuards = None
+def _tensor_guards() -> Callable | None:
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        t = torch.empty((2, 2), device="cpu")
+        check = TensorGuards(t, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]]).check
+        return TensorGuards if check(t) and not check(t.t()) and not check(t[:1]) else None
+    except (ImportError, AttributeError, TypeError):  # another torch: every call makes its key
+        return None
+
+
+_TensorGuards = _tensor_guards()
 
 
 def same_layouts(*tensors: Tensor) -> Callable[..., bool] | None:
