@@ -5,7 +5,10 @@
     python tools/sanitize.py --case NAME        runs one case in this process (what the sanitizer is given)
 
 A case named "planted ..." has a barrier taken out or passed by and is expected to be reported by racecheck: without that, "no
-hazard" of the others would mean nothing.
+hazard" of the others would mean nothing. racecheck before 2026.1 (CUDA 13.2) reports correct hand-overs of the sparse kernel (its
+release notes name false positives of warpgroup-level synchronisation that were mended then): with such a version they are counted
+apart, and the "spelled out" cases, where those forms are replaced, have to be clean. `pip install nvidia-cuda-sanitizer-api` brings
+a newer one.
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ def edited_sparse(spelled_out: bool, race: str = ""):
     """The sparse kernel's class, edited.
 
     spelled_out: every hand-over in a form that racecheck 2025.3 follows. Nothing else differs, so that what it no longer reports
-    were its reports of these forms:
+    were its reports of these forms, which are false (2026.4 does not make them):
 
     - One lane arrives at an mbarrier for a warp that has synchronised: here every lane arrives. racecheck takes an arrival to
       release the accesses of the arriving thread alone.
@@ -143,39 +146,36 @@ def edited_sparse(spelled_out: bool, race: str = ""):
       waited at, to which bar.arrive does not count.
     - Warpgroup 0 waits at BAR_LEFT, alone: here warpgroup 1 waits at one of its own too, so that the numbers stay equal.
 
-    race: "exchange": warpgroup 0 reads warpgroup 1's maxima before the barrier; "ring": the consumers read a word of the ring
-    before its mbarrier, too.
+    race: "exchange": warpgroup 0 reads warpgroup 1's maxima before the barrier; "ring": the consumers read their words of the
+    ring before they wait for its mbarrier.
     """
     package = "cute_kernels.kernels.sm90."
-    one_lane = "        if {0}lane == 0:\n            cute.arch.mbarrier_arrive({0}bars + INFO_{1} + stage)"
-    arrive = "        cute.arch.mbarrier_arrive({0}bars + INFO_{1} + stage)"
+    arrive = "        cute.arch.mbarrier_arrive(c.bars + INFO_EMPTY + stage)"
+    one_lane = f"        if c.lane == 0:\n    {arrive}"
     line = "        cute.arch.barrier{0}(barrier_id={1}, number_of_threads={2})\n"
-    of_consumer, of_producer, of_kernel = [], [], []
+    of_consumer, of_kernel = [], []
     if race == "exchange":
         take = "        self.take_reference(EX_MAX_B, c)\n"
         of_consumer.append((line.format("", "BAR_B", 256) + take, take + line.format("", "BAR_B", 256), 1))
     if race == "ring":
         wait = "        cute.arch.mbarrier_wait(c.bars + INFO_FULL + stage, (it >> 1) & 1)\n"
-        early = "        dev.load_shared_v2(c.info + stage * INFO_STAGE + c.group0, INFO_BLOCK * right)\n"
-        of_consumer.append((wait, early + wait, 1))
+        here = "        here = c.info + stage * INFO_STAGE\n"
+        flags = "        flags = dev.load_shared_u32(here, INFO_FLAGS)\n"
+        words = "        w0, w1 = dev.load_shared_v2(here + c.group0, INFO_BLOCK * right)\n"
+        of_consumer.append((wait + here + flags + words, here + words + wait + flags, 1))
     if spelled_out:
         qk = line.format("", "BAR_QK", 256)
         no_b = "    " + line.format("_arrive", "BAR_B", 256) + "    " + line.format("", "BAR_A", 256)
         of_consumer += [
-            (one_lane.format("c.", "EMPTY"), arrive.format("c.", "EMPTY"), 1),
+            (one_lane, arrive, 1),
             (no_b, "".join(reversed(no_b.splitlines(True))), 1),  # as bar.sync in warpgroup 0's order
             (qk, qk + "        if const_expr(self.d_qk == 576):\n    " + line.format("", "6", 128), 1),
             ("barrier_arrive(barrier_id", "barrier(barrier_id", 3),
         ]
-        of_producer.append((one_lane.format("", "FULL"), arrive.format("", "FULL"), 1))
-        of_kernel += [
-            ("mbarrier_init(bars + INFO_FULL + i, 1)", "mbarrier_init(bars + INFO_FULL + i, 32)", 1),
-            ("mbarrier_init(bars + INFO_EMPTY + i, 8)", "mbarrier_init(bars + INFO_EMPTY + i, 256)", 1),
-        ]
+        of_kernel.append(("mbarrier_init(bars + INFO_EMPTY + i, 8)", "mbarrier_init(bars + INFO_EMPTY + i, 256)", 1))
     consumer, _ = edited(package + "sparse_consumer", *of_consumer)
-    producer, _ = edited(package + "sparse_producer", *of_producer)
-    names = [(package + m.__name__.removeprefix("planted_"), m.__name__, 1) for m in (consumer, producer)]
-    return edited(package + "sparse_kernel", *of_kernel, *names)[0].SparsePrefillSm90
+    own = (package + "sparse_consumer", consumer.__name__, 1)
+    return edited(package + "sparse_kernel", *of_kernel, own)[0].SparsePrefillSm90
 
 
 def sparse_edited(heads: int, spelled_out: bool, race: str = "", **options) -> None:
@@ -316,9 +316,14 @@ CASES = {
 STATIC = 1024  # bytes of shared memory in front of the dynamic part, which racecheck counts
 
 
+def version() -> tuple[int, int]:
+    text = subprocess.run([shutil.which("compute-sanitizer"), "--version"], capture_output=True, text=True).stdout
+    return tuple(int(x) for x in re.search(r"Version (\d+)\.(\d+)", text).groups())
+
+
 def known_areas(d_qk: int) -> list[range]:
-    """Shared bytes of the sparse kernel that racecheck reports although they are handed over in order: the ring and the exchanged
-    maxima and sums. `edited_sparse` says why, and shows it by having no report."""
+    """Shared bytes of the sparse kernel that racecheck before 2026.1 reports although they are handed over in order: the ring and
+    the exchanged maxima and sums. `edited_sparse` says why, and shows it by having no report."""
     from cute_kernels.kernels.sm90 import sparse_layout as layout
 
     tiles = 3 * d_qk // 64 + (2 if d_qk == 512 else 1)
@@ -354,15 +359,16 @@ def main() -> None:
         return
     if shutil.which("compute-sanitizer") is None:
         raise SystemExit("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
-    failed = 0
+    failed, old = 0, version() < (2026, 1)
     for case in CASES:
-        if a.only not in case:
+        # before 2026.1 a race planted in the published text cannot be told from the false reports
+        if a.only not in case or (old and case.startswith("planted sparse") and "spelled out" not in case):
             continue
         planted = case.startswith("planted")
         for tool in ("racecheck",) if planted or case.startswith("control") else ("memcheck", "racecheck"):
             found, report = sanitize(tool, case)
             known = []
-            if tool == "racecheck" and "sparse" in case and "spelled out" not in case and found != ["failed"]:
+            if old and tool == "racecheck" and "sparse" in case and "spelled out" not in case and found != ["failed"]:
                 areas = known_areas(512 if "512" in case else 576)
                 known = [x for x in found if any(int(x, 16) in area for area in areas)]
             rest = len(found) - len(known)

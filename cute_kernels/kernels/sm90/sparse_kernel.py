@@ -91,6 +91,7 @@ class SparsePrefillSm90(Producer, Consumer):
         self.has_sink = has_sink
         self.has_mask = has_mask
         self.word_pairs = 2 if has_mask and small_groups else 1
+        self.info_lanes = 8 if has_mask else 1  # of the producer's first warp, which write the mask ring
         self.general_scale = general_scale
 
     # ==================================================================================================== host side
@@ -160,7 +161,7 @@ class SparsePrefillSm90(Producer, Consumer):
                     cute.arch.mbarrier_init(bars + K_FULL + i, 128)
                     cute.arch.mbarrier_init(bars + K_EMPTY + i, 4)
                 for i in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(bars + INFO_FULL + i, 1)
+                    cute.arch.mbarrier_init(bars + INFO_FULL + i, self.info_lanes)
                     cute.arch.mbarrier_init(bars + INFO_EMPTY + i, 8)
                 cute.arch.mbarrier_init(bars + Q_FULL, 128)
                 cute.arch.mbarrier_init(bars + Q_EMPTY, 8)

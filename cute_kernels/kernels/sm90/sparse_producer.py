@@ -128,18 +128,16 @@ class Producer:
 
     @cute.jit
     def publish(self, it, info, bars, lane, a: cute.Tensor, b: cute.Tensor, more):
-        """Masks and flags of this iteration into the ring (one warp)."""
+        """Masks and flags of this iteration into the ring (one warp). Every lane that stores arrives for itself."""
         stage = it & 1
         cute.arch.mbarrier_wait(bars + INFO_EMPTY + stage, ((it >> 1) & 1) ^ 1)
         here = info + stage * INFO_STAGE
-        if lane < (8 if const_expr(self.has_mask) else 1):
+        if lane < self.info_lanes:
             dev.store_shared_v2(here + lane * 8, 0, a[1], a[2])
             dev.store_shared_v2(here + lane * 8, INFO_BLOCK, b[1], b[2])
-        if lane == 0:
-            flags = (Int32(0) if more != 0 else Int32(FLAG_LAST)) | (b[0] * FLAG_HAS_B)
-            dev.store_shared_u32(here, INFO_FLAGS, flags)
-        cute.arch.sync_warp()
-        if lane == 0:
+            if lane == 0:
+                flags = (Int32(0) if more != 0 else Int32(FLAG_LAST)) | (b[0] * FLAG_HAS_B)
+                dev.store_shared_u32(here, INFO_FLAGS, flags)
             cute.arch.mbarrier_arrive(bars + INFO_FULL + stage)
 
     @cute.jit
