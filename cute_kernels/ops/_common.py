@@ -90,11 +90,14 @@ def unobserved() -> bool:
     )  # fmt: skip
 
 
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
 def plain(*tensors: Tensor | None) -> bool:
     """Whether the dispatcher would hand these on as they are: dense, on a CPU or a CUDA device, no subclass, nothing lazy."""
     for t in tensors:
         if t is not None and (
-            type(t) is not Tensor or not (t.is_cuda or t.is_cpu) or t.layout is not torch.strided or t.is_neg()
+            type(t) not in _PLAIN_TYPES or not (t.is_cuda or t.is_cpu) or t.layout is not torch.strided or t.is_neg()
             or t._is_zerotensor()
         ):  # fmt: skip
             return False
@@ -135,8 +138,8 @@ _TensorGuards = _tensor_guards()
 def same_layouts(*tensors: Tensor) -> Callable[..., bool] | None:
     """f(*others): whether they equal these in type, dtype, device, sizes, strides and dispatch keys, no two of them being one, and
     whether the same dispatch modes, transforms and tracers are active as now, inference mode too: what torch.compile's guards
-    ask, in C++. None where they cannot say, or where a gradient is possible: then every call looks again."""
-    if _TensorGuards is None or any(t.requires_grad for t in tensors):
+    ask, in C++. (Of gradients it sees `requires_grad`, not whether they are enabled.) None where they cannot say."""
+    if _TensorGuards is None:
         return None
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check

@@ -142,7 +142,8 @@ def _given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
 
 def _repeat(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink):
     """The results, if the latest call with these numbers and options had the same layouts, else None."""
-    found = latest.get((op, sm_scale, causal, window_left, softcap, type(kv_len) is int, attn_sink is None, pushed_target()))
+    by_int, no_sink, grad = type(kv_len) is int, attn_sink is None, torch.is_grad_enabled()
+    found = latest.get((op, sm_scale, causal, window_left, softcap, by_int, no_sink, grad, pushed_target()))
     if found is None:
         return None
     same, plan = found
@@ -161,7 +162,7 @@ def _run(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal
     if op == _APPEND:
         c.check_writable(op, k_cache, v_cache)
     given = _given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink)
-    options = op, sm_scale, causal, window_left, softcap, by_int, attn_sink is None, pushed_target()
+    options = op, sm_scale, causal, window_left, softcap, by_int, attn_sink is None, torch.is_grad_enabled(), pushed_target()
     key = (options, target, *(c.layout(t) for t in given))
     plan = _plans.get(key)
     if plan is None:

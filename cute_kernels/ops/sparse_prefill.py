@@ -125,7 +125,7 @@ def _launch(plan, q, kv, indices, attn_sink, topk_length, head_group_mask, out):
 def _repeat(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size):
     """The results, if the latest call with these numbers and options had the same layouts, else None."""
     no_sink, no_length, no_mask = attn_sink is None, topk_length is None, head_group_mask is None
-    found = latest.get((sm_scale, d_v, head_group_size, no_sink, no_length, no_mask, pushed_target()))
+    found = latest.get((sm_scale, d_v, head_group_size, no_sink, no_length, no_mask, torch.is_grad_enabled(), pushed_target()))
     if found is None:
         return None
     same, plan = found
@@ -148,7 +148,7 @@ def _run(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_gro
     target = dispatch.current_target(device)
     tensors = tuple(t for t in (q, kv, indices, attn_sink, topk_length, head_group_mask) if t is not None)
     absent = attn_sink is None, topk_length is None, head_group_mask is None
-    options = sm_scale, d_v, head_group_size, *absent, pushed_target()
+    options = sm_scale, d_v, head_group_size, *absent, torch.is_grad_enabled(), pushed_target()
     key = (options, target, *(layout(t) for t in tensors), layout(out))
     arguments = dict(
         q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
