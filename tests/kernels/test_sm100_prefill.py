@@ -96,10 +96,13 @@ EVERYTHING = dict(window=True, softcap=True, sink=True, append=True, device_leng
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("arch", [ARCH, pytest.param("sm_103a", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("change", [{}, {"wide": False, **EVERYTHING}, {"head_dim": 192, "group": 5, **EVERYTHING}], ids=str)
-def test_variants_compile_without_spills(change):
+def test_variants_compile_without_spills(change, arch):
     base = dict(
         bf16=True, head_dim=128, group=4, wide=True, causal=True, window=False, softcap=False, sink=False, append=False,
         device_length=False,
     )  # fmt: skip
-    assert_no_spills(prefill.prefill_kernel.artifact(prefill.Variant(**{**base, **change}), ARCH).cubin)
+    if not change:
+        assert (prefill.Variant(**base),) == prefill._common_variants(arch)
+    assert_no_spills(prefill.prefill_kernel.artifact(prefill.Variant(**{**base, **change}), arch).cubin)

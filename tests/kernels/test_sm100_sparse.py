@@ -80,7 +80,8 @@ def opcodes(sass, pattern):
     "config, arch",
     [(PLAIN, "sm_100a"), (ALL, "sm_100a")]
     + [pytest.param(c, "sm_100a", marks=full) for c in sparse._variants("sm_100a") if c != PLAIN]
-    + [pytest.param(PLAIN, "sm_103a", marks=full)],
+    + [pytest.param(PLAIN, "sm_103a", marks=full)]
+    + [pytest.param(c, "sm_103a", marks=pytest.mark.nightly) for c in sparse._variants("sm_103a") if c != PLAIN],
     ids=str,
 )
 def test_compiled_code(config, arch):
