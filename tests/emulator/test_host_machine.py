@@ -85,3 +85,27 @@ def test_tma_tile_copy(arch, schedule):
     (tensor_map,) = emulation.captures[0].tensor_maps().values()
     assert tensor_map.address == source.data_ptr() and tensor_map.dtype == "f16" and tensor_map.swizzle == "64B"
     assert tensor_map.dims == (96, 128) and tensor_map.strides == (192,) and tensor_map.box == (32, 64)
+
+
+def test_failed_launches_are_recorded_in_order():
+    x, y = torch.zeros(100), torch.zeros(100)
+    with emulate() as emulation:
+        increment(x, 100)
+        with pytest.raises(EmulationError, match="4 bytes past the end") as caught:
+            increment(y, 101)
+        increment(x, 100)
+        with pytest.raises(ValueError, match="seed"):  # before anything runs: a capture without a launch
+            emulation.seed, seed = "x", emulation.seed
+            increment(x, 100)
+        emulation.seed = seed
+    first, failed, last = emulation.launches
+    assert failed is caught.value.record and [c.launch for c in emulation.captures] == [first, failed, last, None]
+    assert [bool(r.error) for r in emulation.launches] == [False, True, False] and str(caught.value) == failed.error
+    assert [h.kind for h in emulation.hazards] == ["out-of-bounds-global"] == [h.kind for h in failed.hazards]
+    assert 0 < failed.counters.total < first.counters.total
+    lines = emulation.report().splitlines()
+    at = [k for k, text in enumerate(lines) if text.startswith("launch ")]
+    assert [lines[k].split(": ")[-1].split(", ")[:2] for k in at[1:2]] == [["did not finish", "1 hazard"]]
+    assert lines[at[0]].split(": ")[-1].startswith("0 hazards, ") and lines[at[2]].split(": ")[-1].startswith("0 hazards, ")
+    assert lines[at[1] + 1].startswith("  ERROR out-of-bounds global") and lines[at[1] + 2].startswith("  out-of-bounds-global: ")
+    assert at[2] == at[1] + 3 and lines[at[3]].endswith("did not finish") and "ERROR" in lines[at[3] + 1]

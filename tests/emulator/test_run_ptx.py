@@ -159,15 +159,19 @@ def test_mistakes_in_words():
             run_ptx(kernel(text), 1, 32, [zeros()])
 
 
-@pytest.mark.parametrize(
-    "address, words",
-    [(0, "in no allocation; that is a null pointer"), (64, "; that is a null pointer and 64 bytes"), (1 << 20, ", nor near one"), (None, "4 bytes past the end of argument 0 ")],
-)  # fmt: skip
-def test_where_an_address_lies(address, words):
-    out = zeros()
+NEAR = {
+    "%d1": (0, "in no allocation; that is a null pointer"),
+    "%d1+64": (0, "in no allocation; that is a null pointer and 64 bytes"),
+    "%d1+32": (1 << 20, "in no allocation, nor near one"),
+    "%a0+128": (0, "4 bytes past the end of argument 0 "),
+}
+
+
+@pytest.mark.parametrize("operand", NEAR)
+def test_where_an_address_lies(operand):
+    base, words = NEAR[operand]
     with pytest.raises(EmulationError, match="out-of-bounds global store") as caught:
-        run_ptx(kernel(f"st.global.u32 [{'%a0+128' if address is None else '%d1'}], %tx;", regs="").replace(
-            "mov.u32 %tx, %tid.x;", f"mov.u32 %tx, %tid.x;\nmov.u64 %d1, {address or 0};"), 1, 1, [out])  # fmt: skip
+        run_ptx(kernel(f"mov.u64 %d1, {base};\nst.global.u32 [{operand}], %tx;"), 1, 1, [zeros()])
     assert len(caught.value.record.hazards) == 1
     assert words in str(caught.value)
 

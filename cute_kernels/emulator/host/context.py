@@ -69,7 +69,8 @@ class Capture:
     """One kernel launch as the host code made it, before the emulator ran it.
 
     `params` is the parameter block laid out as the PTX's .param declarations say; `slots` are (name, offset, size)
-    into it. `cluster` is (1, 1, 1) when the launch has no cluster attribute. `stream` is the raw stream handle.
+    into it. `cluster` is (1, 1, 1) when the launch has no cluster attribute. `stream` is the raw stream handle. `launch` is what
+    the backend made of it, and `error` why it ended early; a launch that failed before it ran has no `launch`.
     """
 
     entry: str
@@ -83,6 +84,8 @@ class Capture:
     cooperative: bool
     programmatic: bool
     ptx: str = field(repr=False)
+    launch: Any = field(default=None, repr=False, compare=False)
+    error: str = field(default="", repr=False, compare=False)
 
     def param(self, index: int) -> bytes:
         """The bytes of the index-th kernel parameter."""
@@ -103,8 +106,8 @@ class Capture:
 class Emulation:
     """What `emulate()` yields.
 
-    `launches` holds the emulator's own record of each launch, in order (a recording backend's return values when one
-    was given); `captures` the launches as they arrived. `device` answers property queries.
+    `launches` holds the emulator's own record of each launch, in order, of those that ended in an error too (a recording
+    backend's return values when one was given); `captures` the launches as they arrived. `device` answers property queries.
     """
 
     arch: str
@@ -132,6 +135,21 @@ class Emulation:
             raise ValueError(f"sm_count must be at least 1, got {sm_count}")
         self.device = replace(self.device, sm_count=int(sm_count))
 
+    def run(self, capture: Capture) -> None:
+        """Runs a launch and records it, whether it ends or raises."""
+        self.captures.append(capture)
+        try:
+            if 0 in capture.grid:
+                raise ValueError(f"kernel {capture.entry} is launched with an empty grid {capture.grid}")
+            capture.launch = self.backend(self, capture)
+        except BaseException as error:
+            capture.error = str(error) or type(error).__name__
+            capture.launch = getattr(error, "record", None)
+            if capture.launch is not None:
+                self.launches.append(capture.launch)
+            raise
+        self.launches.append(capture.launch)
+
     @property
     def hazards(self) -> list[Any]:
         """Every hazard of every launch, in order."""
@@ -146,19 +164,26 @@ class Emulation:
         return total
 
     def report(self) -> str:
-        """A readable summary: one line a launch, then the hazards."""
+        """A readable summary: one line a launch, and its error and hazards below it."""
+        from ..machine.report import count
+
         lines = [f"{self.arch}, schedule {self.schedule}, seed {self.seed}, checks {self.checks}"]
         for index, capture in enumerate(self.captures):
-            launch = self.launches[index] if index < len(self.launches) else None
-            found = len(getattr(launch, "hazards", ())) if launch is not None else 0
+            launch = capture.launch
+            hazards = getattr(launch, "hazards", ())
             seconds = getattr(launch, "wall_seconds", None)
+            outcome = [] if not capture.error else ["did not finish"]
+            if launch is not None:
+                outcome.append(count(len(hazards), "hazard"))
+            if seconds is not None:
+                outcome.append(f"{seconds:.2f} s")
             lines.append(
                 f"launch {index}: {capture.entry} grid {capture.grid} block {capture.block} cluster {capture.cluster}"
-                f" smem {capture.dynamic_smem}, "
-                + ("did not finish" if launch is None else f"{found} hazards")
-                + (f", {seconds:.2f} s" if seconds is not None else "")
+                f" smem {capture.dynamic_smem}: " + ", ".join(outcome)
             )
-        lines += [str(hazard) for hazard in self.hazards]
+            if capture.error:
+                lines.append("  ERROR " + capture.error.replace("\n", "\n  "))
+            lines += [f"  {hazard}" for hazard in hazards]
         return "\n".join(lines)
 
 

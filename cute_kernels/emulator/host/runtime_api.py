@@ -523,10 +523,7 @@ def _launch(emulation, kernel, grid, block, cluster, smem, stream, arguments, fl
         known.name, grid, block, cluster, int(smem), params.gather(slots, arguments), slots, int(stream),
         bool(flags.get(_ATTR_COOPERATIVE)), bool(flags.get(_ATTR_PROGRAMMATIC)), text,
     )  # fmt: skip
-    emulation.captures.append(capture)
-    if 0 in grid:
-        raise ValueError(f"kernel {known.name} is launched with an empty grid {grid}")
-    emulation.launches.append(emulation.backend(emulation, capture))
+    emulation.run(capture)
     return SUCCESS
 
 

@@ -111,6 +111,17 @@ def launch(
     """
     del source_map
     began = time.perf_counter()
+    machine, record = prepare(
+        ptx, entry, grid, block, cluster, dynamic_smem, params, arch=arch, memory=memory, schedule=schedule, seed=seed,
+        checks=checks,
+    )  # fmt: skip
+    return run(machine, record, began)
+
+
+def prepare(
+    ptx, entry, grid, block, cluster=(1, 1, 1), dynamic_smem=0, params=b"", *, arch, memory, schedule, seed, checks
+) -> tuple[Machine, LaunchRecord]:
+    """Everything of `launch` that can be wrong before an instruction has run. Raises ValueError and TypeError, too."""
     if schedule not in ("eager", "lazy", "random"):
         raise ValueError(f"schedule must be eager, lazy or random, not {schedule!r}")
     if checks not in ("off", "default", "strict"):
@@ -144,10 +155,17 @@ def launch(
     dynamic_smem = operator.index(dynamic_smem)
     if dynamic_smem < 0:
         raise ValueError(f"dynamic_smem must be at least 0, not {dynamic_smem}")
+    if not hasattr(seed, "__index__") or seed < 0:
+        raise ValueError(f"seed must be an integer of at least 0, not {seed!r}")
     if program.flat.static_shared + dynamic_smem + 1024 > SMEM_BYTES:
         raise ValueError(f"{program.flat.static_shared + dynamic_smem} bytes of shared memory; a CTA has {SMEM_BYTES - 1024}")
     record = LaunchRecord(entry, grid, block, cluster, dynamic_smem, schedule, seed, checks)
     machine = Machine(program, grid, block, cluster, explicit or bool(given), dynamic_smem, params, memory, schedule, seed, checks)
+    return machine, record
+
+
+def run(machine: Machine, record: LaunchRecord, began: float) -> LaunchRecord:
+    """Run what `prepare` made; `began` is when the launch did, by time.perf_counter()."""
     try:
         with np.errstate(all="ignore"):
             machine.run()

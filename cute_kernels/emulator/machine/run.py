@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from ..ptx.ir import Module
-from .launcher import LaunchRecord, launch, read_module
+from . import launcher
+from .launcher import LaunchRecord, read_module
 from .memory import GlobalMemory
 
 _ALIGN = 256  # cudaMalloc's alignment: kernels rely on it for 256-bit accesses and tensor maps
@@ -98,38 +101,49 @@ def run_ptx(
         ValueError, TypeError: arguments that do not fit the kernel's parameters.
         PtxError, UnsupportedInstruction, EmulationError: see `launch`.
     """
-    module = read_module(ptx)
-    if entry is None:
-        if len(module.entries) != 1:
-            names = ", ".join(module.entries)
-            raise ValueError(f"entry must be given: the file has {names}" if names else "the file has no kernel")
-        entry = module.entries[0]
-    if entry not in module.functions:
-        raise ValueError(f"no entry {entry!r}; the file has {', '.join(module.entries)}")
-    formal = module.functions[entry].params
-    if len(args) != len(formal):
-        raise ValueError(f"{entry} takes {len(formal)} arguments, {len(args)} given")
-    arrays = [a for a in args if isinstance(a, np.ndarray) and a.ndim > 0]
-    for k, a in enumerate(args):
-        if isinstance(a, np.ndarray):
-            _check_array(k, a)
-    placement = _Placement(arrays)
-    memory = GlobalMemory()
-    names = {_bounds(a)[0]: f"argument {k}" for k, a in enumerate(args) if isinstance(a, np.ndarray) and a.size}
-    placement.register(memory, names)
-    params = bytearray()
-    for var, a in zip(formal, args):
-        params += b"\0" * (-len(params) % max(var.align, 1))
-        params += _encode(var, a, placement, memory)
-    record = None
-    try:
-        record = launch(
-            module, entry, grid, block, cluster, dynamic_smem, bytes(params), arch=arch, memory=memory,
-            schedule=schedule, seed=seed, checks=checks,
+    return Run(ptx, grid, block, args, entry, cluster, dynamic_smem, arch, schedule, seed, checks).run()
+
+
+class Run:
+    """One call of `run_ptx`. What is wrong with its arguments is found before `run`, and raised by the constructor."""
+
+    def __init__(self, ptx, grid, block, args, entry, cluster, dynamic_smem, arch, schedule, seed, checks) -> None:
+        self.began = time.perf_counter()
+        module = read_module(ptx)
+        if entry is None:
+            if len(module.entries) != 1:
+                names = ", ".join(module.entries)
+                raise ValueError(f"entry must be given: the file has {names}" if names else "the file has no kernel")
+            entry = module.entries[0]
+        if entry not in module.functions:
+            raise ValueError(f"no entry {entry!r}; the file has {', '.join(module.entries)}")
+        formal = module.functions[entry].params
+        if len(args) != len(formal):
+            raise ValueError(f"{entry} takes {len(formal)} arguments, {len(args)} given")
+        arrays = [a for a in args if isinstance(a, np.ndarray) and a.ndim > 0]
+        for k, a in enumerate(args):
+            if isinstance(a, np.ndarray):
+                _check_array(k, a)
+        placement = _Placement(arrays)
+        memory = GlobalMemory()
+        names = {_bounds(a)[0]: f"argument {k}" for k, a in enumerate(args) if isinstance(a, np.ndarray) and a.size}
+        placement.register(memory, names)
+        params = bytearray()
+        for var, a in zip(formal, args):
+            params += b"\0" * (-len(params) % max(var.align, 1))
+            params += _encode(var, a, placement, memory)
+        self.machine, self.record = launcher.prepare(
+            module, entry, grid, block, cluster, dynamic_smem, bytes(params), arch=arch, memory=memory, schedule=schedule,
+            seed=seed, checks=checks,
         )  # fmt: skip
-    finally:
-        placement.write_back()
-    return record
+        self.placement, self.args = placement, args
+
+    def run(self) -> LaunchRecord:
+        """Run the launch, and write the arrays back whatever comes of it."""
+        try:
+            return launcher.run(self.machine, self.record, self.began)
+        finally:
+            self.placement.write_back()
 
 
 def _check_array(k: int, a: np.ndarray) -> None:
