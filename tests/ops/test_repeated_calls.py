@@ -133,7 +133,10 @@ def same(got, want, what):
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want, strict=True)), what
 
 
-@pytest.mark.parametrize("call,make,changes,error,text", table.ROWS)
+SHORT = {function for _, function, *_ in WAYS.values()}
+
+
+@pytest.mark.parametrize("call,make,changes,error,text", [row for row in table.ROWS if row.values[0] in SHORT])
 def test_the_stated_error_after_a_good_call(call, make, changes, error, text):
     """As test_bad_input, where nothing came before."""
     inputs, bad = make(), make(**changes)
