@@ -164,6 +164,34 @@ def test_unknown_instructions_are_reported_before_the_launch():
     assert not table["frobnicate.b32"]["supported"] and table["st.global.u32"]["supported"]
 
 
+FUNCTIONS = """
+.func (.param .b32 r) twice(.param .b32 x) { .reg .b32 %n; ld.param.b32 %n, [x]; add.u32 %n, %n, %n; st.param.b32 [r], %n; ret; }
+.global .u64 table[3] = {0, twice, generic(twice)};
+.global .u64 pointer[1] = {generic(table)};
+.global .align 4 .u32 number[1] = {7};
+.visible .entry direct(.param .u64 p) {
+.reg .b64 %a; .reg .b32 %n; ld.param.u64 %a, [p]; ld.global.u32 %n, [number];
+{ .param .b32 x; .param .b32 y; st.param.b32 [x], %n; call (y), twice, (x); ld.param.b32 %n, [y]; }
+st.global.u32 [%a], %n; ret; }
+"""
+
+
+@pytest.mark.parametrize(
+    "use", ["mov.u64 %b, twice;", "mov.u64 %b, table;", "ld.global.u64 %b, [table+8];", "mov.u64 %b, pointer;"]
+)
+def test_the_address_of_a_function_makes_its_entry_alone_unusable(use):
+    text = HEAD.format(target="sm_100a") + FUNCTIONS + ".visible .entry indirect() { .reg .b64 %b; " + use + " ret; }"
+    out = np.zeros(1, np.uint32)
+    run_ptx(text, 1, 1, [out], entry="direct")
+    assert out[0] == 14
+    line = text.count("\n") + 1
+    with pytest.raises(UnsupportedInstruction, match=rf"PTX line {line}: unsupported instruction .*: the address of function twice"):
+        run_ptx(text, 1, 1, entry="indirect")
+    table = survey(parse(text))
+    assert all(row["supported"] for row in table["direct"].values())
+    assert [row["why"] for row in table["indirect"].values() if not row["supported"]]
+
+
 def test_programs_hold_few_items():
     """Straight-line code becomes one item, whatever its length."""
     program = Program(parse(kernel("add.u32 %r1, %tx, 1;\n" * 50)), "k")

@@ -6,11 +6,13 @@ for a masked one, on first use), one blocking instruction, or one control transf
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..datapath.errors import IllegalOperand
 from ..ptx import tmem_loads, wgmma_registers
 from ..ptx.defined import maybe_unwritten, uses_and_defs
 from ..ptx.flatten import Flat, flatten, registers, targets_of
-from ..ptx.ir import Instr, Mem, Module, PtxError, Reg, UnsupportedInstruction, Vec
+from ..ptx.ir import FunctionRef, Instr, Mem, Module, PtxError, Reg, Sym, UnsupportedInstruction, Vec
 from . import emit_arithmetic, emit_logic, emit_moves  # noqa: F401  (they register their instructions)
 from .emit import HANDLERS, Emitter
 from .optable import OPS, classify
@@ -22,6 +24,19 @@ CONTROL = ("bra", "brx", "ret", "exit", "trap", "brkpt")
 
 
 _NO_DEST = ("st", "red", "bar", "barrier", "bra", "brx", "cp", "prefetch", "fence", "membar", "stmatrix", "setmaxnreg")
+
+
+def function_addresses(operands) -> Iterator[str]:
+    """Functions whose addresses the operands are, or name a variable that holds."""
+    for o in operands:
+        if isinstance(o, FunctionRef):
+            yield o.name
+        elif isinstance(o, Sym) and o.var.code:
+            yield o.var.code
+        elif isinstance(o, Vec):
+            yield from function_addresses(o.items)
+        elif isinstance(o, Mem):
+            yield from function_addresses((o.base,))
 
 
 def source_registers(ins: Instr) -> list:
@@ -164,6 +179,8 @@ class Program:
     def decode(self, ins: Instr):
         """(item kind, implementation or None). Raises UnsupportedInstruction."""
         base = ins.base
+        for name in function_addresses(ins.operands):
+            raise UnsupportedInstruction(f"unsupported instruction {ins.op}: the address of function {name}", ins.line)
         if base in CONTROL:
             if base == "bra":
                 return BRANCH, None

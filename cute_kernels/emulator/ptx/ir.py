@@ -74,13 +74,14 @@ class Imm:
 class Var:
     """A variable or parameter: `space` is param, shared, global, const or local; `size` in bytes (0 for extern [])."""
 
-    __slots__ = ("name", "space", "size", "align", "type", "init", "offset", "extern", "array", "owner")
+    __slots__ = ("name", "space", "size", "align", "type", "init", "offset", "extern", "array", "owner", "code")
 
     def __init__(self, name: str, space: str, size: int, align: int, type_: str, *, init=None, extern=False, array=False):
         self.name, self.space, self.size, self.align, self.type = name, space, size, align, type_
         self.init, self.extern, self.array = init, extern, array
         self.offset = -1  # assigned by the layout step
         self.owner = None  # entry or function that declares a .param variable in its signature
+        self.code = ""  # a function whose address the initialiser holds, itself or by way of another variable
 
     def __repr__(self) -> str:
         return self.name
@@ -96,6 +97,18 @@ class Sym:
 
     def __repr__(self) -> str:
         return f"{self.var.name}+{self.offset}" if self.offset else self.var.name
+
+
+class FunctionRef:
+    """The address of a function."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 class LabelRef:

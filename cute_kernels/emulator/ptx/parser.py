@@ -12,6 +12,7 @@ import struct
 from .ir import (
     TYPE_BITS,
     Function,
+    FunctionRef,
     Imm,
     Instr,
     Label,
@@ -221,7 +222,21 @@ class _Parser:
                 self.i += 1
             else:
                 raise self.error(f"unexpected {text!r} at module level")
+        self.mark_function_addresses()
         return self.module
+
+    def mark_function_addresses(self) -> None:
+        """Addresses of functions have no value here: variables that hold one, or point at one that does, are marked, not filled."""
+        holds = {name: name for name in self.module.functions}
+        left = self.module.variables
+        while True:
+            named = {v: name for v in left for kind, name, _ in (x for x in v.init or () if isinstance(x, tuple)) if name in holds}
+            if not named:
+                return
+            for var, name in named.items():
+                var.code, var.init = holds[name], None
+                holds.setdefault(var.name, var.code)
+            left = [v for v in left if v not in named]
 
     def parse_linked(self) -> None:
         extern = False
@@ -528,6 +543,8 @@ class _Parser:
             vec = self.scope.find(head)
             if isinstance(vec, Vec):
                 return vec.items[_VECTOR_FIELDS[tail]]
+        if name in self.module.functions:
+            return FunctionRef(name)
         raise self.error(f"unknown name {name!r}")
 
     def parse_operand(self, labels: bool):
