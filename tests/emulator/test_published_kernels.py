@@ -52,9 +52,15 @@ def test_eager(name):
     check(name, "eager")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
-@pytest.mark.parametrize("name", sorted(CASES))
+def every_schedule():
+    """All kernels under all schedules at night; in CI not twice under the eager one, and every second one under the lazy."""
+    for i, name in enumerate(sorted(CASES)):
+        for schedule in ("eager", "lazy", "random"):
+            night = (schedule == "eager" and name in FAST) or (schedule == "lazy" and i % 2)
+            yield pytest.param(name, schedule, marks=pytest.mark.nightly if night else pytest.mark.full)
+
+
+@pytest.mark.parametrize("name, schedule", every_schedule())
 def test_every_schedule(name, schedule):
     check(name, schedule, seed=7)
 

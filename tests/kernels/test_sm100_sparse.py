@@ -79,7 +79,11 @@ def opcodes(sass, pattern):
 @pytest.mark.parametrize(
     "config, arch",
     [(PLAIN, "sm_100a"), (ALL, "sm_100a")]
-    + [pytest.param(c, "sm_100a", marks=full) for c in sparse._variants("sm_100a") if c != PLAIN]
+    + [
+        pytest.param(c, "sm_100a", marks=full if c.d_qk == 576 and c.has_mask else pytest.mark.nightly)
+        for c in sparse._variants("sm_100a")
+        if c != PLAIN
+    ]
     + [pytest.param(PLAIN, "sm_103a", marks=full)]
     + [pytest.param(c, "sm_103a", marks=pytest.mark.nightly) for c in sparse._variants("sm_103a") if c != PLAIN],
     ids=str,
