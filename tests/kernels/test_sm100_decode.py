@@ -108,7 +108,7 @@ def test_long():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("d", [64, 80, *(pytest.param(d, marks=pytest.mark.nightly) for d in (96, 112)), 192, 256])
+@pytest.mark.parametrize("d", [64, 80, *(pytest.param(d, marks=pytest.mark.nightly) for d in (96, 112, 192)), 256])
 def test_head_dims(d):
     case([7, 129], d=d)
 
