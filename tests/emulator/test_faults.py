@@ -74,6 +74,8 @@ MUTANTS = [
     Mutant("wait-ld-gone", CP, Edit(r"tcgen05.wait::ld.*;"), "tcgen05-wait-ld", r"st\.global.*%v0,", checks="strict"),
     Mutant("wait-ld-gone-before-dealloc", GEMM, Edit(r"tcgen05.wait::ld.*;"), "tmem-dealloc-race", r"tcgen05\.dealloc",
            checks="strict"),
+    Mutant("cp-proxy-fence-of-global-memory", CP, Edit(r"fence.proxy.async.*;", "fence.proxy.async.global;"),
+           "proxy-fence", r"tcgen05\.cp", 0),
     Mutant("cp-proxy-fence-gone", CP, Edit(r"fence.proxy.async.*;"), "proxy-fence", r"tcgen05\.cp", 0),
     # Phases and parities.
     Mutant("producer-parity", GEMM, Edit(r"xor.b32 %par, %par, 1;"), "deadlock", EMPTY_WAIT),
@@ -169,6 +171,7 @@ MUTANTS = [
     Mutant("desc-sbo", GEMM, Edit(r"0x40004040", "0x40004041"), "race-read-after-write-shared", MMA),
     Mutant("desc-sbo-no-swizzle", TS, Edit(r"0x00004040", "0x00004080"), "uninitialised-shared", MMA, 0),
     Mutant("desc-lbo", TS, Edit(r"0x80000", "0x90000"), "uninitialised-shared", MMA, 3),
+    Mutant("desc-swizzle", GEMM, Edit(r"0x40004040", "0x80004040"), "descriptor-swizzle", MMA),
     Mutant("desc-swizzle-invalid", GEMM, Edit(r"0x40004040", "0x60004040"), "illegal-operand", MMA),
     Mutant("desc-constant", GEMM, Edit(r"0x40004040", "0x40000040"), "illegal-operand", MMA),
     Mutant("idesc-m-256", GEMM, Edit(r"0x08100490", "0x10100490"), "illegal-operand", MMA),
@@ -198,7 +201,6 @@ MUTANTS = [
 
 # Legal accesses, ordered and initialised, to the wrong bytes: the results tell.
 WRONG_NUMBERS = {
-    "desc-swizzle": (GEMM, Edit(r"0x40004040", "0x80004040")),
     "desc-k-step": (GEMM, Edit(r"%lo_b, %lo_b, 2;", "%lo_b, %lo_b, 1;")),
     "idesc-b-major": (GEMM, Edit(r"0x08100490", "0x08110490")),
     "idesc-a-type": (GEMM, Edit(r"0x08100490", "0x08100410")),

@@ -4,13 +4,14 @@ Fifty one-place changes (a few move one statement) to nine correct kernels: six 
 tools/hopper. They are bugs that authors make: a lost commit, a wrong count, the other stage's barrier, a missing fence, ... For
 each, the kind of report and its place were written down before its first run (41, and nine more after these had been seen).
 
-46 of the 50 are reported under every schedule, 4 under none at the default level. Against what was written down:
+46 of the 50 were reported under every schedule, 4 under none at the default level (one of them since: the wrong swizzle, which
+nothing compared with the tensor copy's then). Against what was written down:
 
 - 38: as predicted, kind and line, under all three schedules;
 - 5: as predicted under some schedules, under the others by another kind (deadlock, underflow, uninitialised memory);
 - 2: by another kind than predicted under all schedules: barriers that count too few arrivals deadlock here, no race is named;
 - 1: predicted silent, and reported: a K step too long leaves the stage;
-- 3: silent, as predicted; 1: silent, though a report was predicted (perhaps no fault). These are the strict xfails below.
+- 3: silent, as predicted; 1: silent, though a report was predicted (perhaps no fault). Three of these are the strict xfails below.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ TMEM_SYNC = "    tcgen05.fence::before_thread_sync;\n    bar.sync 0;\n"
 # (kernel, what was forgotten, edits, (kind, near) or one for each schedule)
 REPORTED = [
     # A tcgen05 GEMM: TMA ring of two stages, commit, epilogue by TMA.
+    ("gemm_tma", "64B swizzle in the descriptor of 128B tiles", [("0x40004040", "0x80004040")],
+     ("descriptor-swizzle", "tcgen05.mma")),
     ("gemm_tma", "lost commit of done", [(COMMIT.replace("empty", "done"), "")], ("deadlock", "[%done], 0;")),
     ("gemm_tma", "commit before the products", [(COMMIT, ""), ("INNER:\n", COMMIT + "INNER:\n")], (WAR, "[%a_at], [%ma")),
     ("gemm_tma", "producer starts with the consumer's parity", [("    xor.b32 %par, %par, 1;\n", "")], ("deadlock", "WAIT_EMPTY:")),
@@ -193,8 +196,6 @@ REPORTED = [
 
 WAIT_LD = ("gemm_tma", [("    tcgen05.wait::ld.sync.aligned;\n", "")])
 SILENT = [
-    ("gemm_tma", "64B swizzle in the descriptor of 128B tiles", [("0x40004040", "0x80004040")],
-     "only the numbers are wrong: the bytes it reads are written and ordered (a known gap)"),
     (WAIT_LD[0], "no tcgen05.wait::ld", WAIT_LD[1],
      "forgiven by default, where a register of the load is read; strict reports the dealloc"),
     ("ring", "no warp sync before the leader releases", [("    bar.warp.sync 0xffffffff;\n    @%leader", "    @%leader")],

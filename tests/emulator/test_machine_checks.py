@@ -390,6 +390,70 @@ def test_setmaxnreg_of_part_of_a_warpgroup(warps, checks, found):
     assert got == ({("setmaxnreg", line_of(text, "setmaxnreg"))} if found else set())
 
 
+# ---- what is under way when a CTA exits
+AT_EXIT = """mov.u32 %r2, buf;
+mov.u32 %r3, bar;
+setp.ne.u32 %p1, %tx, 0;
+@%p1 bra ISSUED;
+mbarrier.init.shared::cta.b64 [%r3], 1;
+fence.mbarrier_init.release.cluster;
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 128;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%a0], 128, [%r3];
+WAIT:
+mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r3], 0;
+@!%p2 bra WAIT;
+ISSUED:
+"""
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+def test_a_copy_under_way_at_exit(schedule):
+    shared = ".shared .align 128 .b8 buf[128];\n.shared .align 8 .b64 bar;"
+    _, record, error = run(AT_EXIT, shared=shared, schedule=schedule)
+    assert error is None and record.hazards == []
+    text, record, error = run(AT_EXIT.replace("@!%p2 bra WAIT;\n", "").replace("mbarrier.try", "// "), shared=shared, schedule=schedule)
+    assert error is None and {(h.kind, h.ptx_line) for h in record.hazards} == {("shared-at-exit", line_of(text, "cp.async.bulk"))}
+
+
+LATE_ARRIVAL = """mov.u32 %r2, bar;
+setp.ne.u32 %p1, %tx, 0;
+@%p1 bra READY;
+mbarrier.init.shared::cta.b64 [%r2], 2;
+fence.mbarrier_init.release.cluster;
+READY:
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+mov.u32 %r4, %cluster_ctarank;
+xor.b32 %r4, %r4, 1;
+mapa.shared::cluster.u32 %r3, %r2, %r4;
+@%p1 bra ARRIVED;
+mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r3];
+ARRIVED:
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+"""
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+def test_an_arrival_at_a_cta_that_may_have_exited(schedule):
+    how = dict(shared=".shared .align 8 .b64 bar;", grid=2, cluster=2, block=32, schedule=schedule)
+    _, record, error = run(LATE_ARRIVAL, **how)
+    assert error is None and record.hazards == []
+    text, record, error = run(LATE_ARRIVAL.rsplit("barrier.cluster.arrive", 1)[0], **how)
+    assert error is None and {(h.kind, h.ptx_line) for h in record.hazards} == {("dsmem-after-exit", line_of(text, "mbarrier.arrive"))}
+
+
+@pytest.mark.parametrize("space, found", [("", False), (".global", False), (".shared::cta", True)])
+def test_a_proxy_fence_of_another_space(space, found):
+    """A global buffer that a thread wrote and a bulk copy reads."""
+    fence = f"fence.proxy.async{space};\nmbarrier.arrive.expect_tx"
+    body = AT_EXIT.replace("mbarrier.init", "st.global.u32 [%a0], %tx;\nmbarrier.init").replace("mbarrier.arrive.expect_tx", fence)
+    text, record, error = run(body, shared=".shared .align 128 .b8 buf[128];\n.shared .align 8 .b64 bar;")
+    assert error is None
+    want = {("proxy-fence", line_of(text, "cp.async.bulk"))} if found else set()
+    assert {(h.kind, h.ptx_line) for h in record.hazards} == want
+
+
 # ---- what the ISA pipelines in one tensor pipe (9.7.16.6.2)
 @pytest.mark.parametrize(
     "earlier, later, ordered",

@@ -187,14 +187,16 @@ class CpPlan:
     Attributes:
         smem_granules: int64[m], sorted 16-byte granules read (async proxy).
         smem_reads: (starts, lengths) int32, the same as merged byte ranges.
+        swizzled: [(swizzle of the descriptor, 16-byte granule indices)].
         tmem_writes: [(lane0, lanes, column0, columns)].
         bytes: bytes read from one CTA's shared memory.
         lints: remarks on a descriptor that is legal to encode but names no canonical layout, empty as a rule.
     """
 
     def __init__(self, granules: np.ndarray, targets: list[tuple[int, int, int]], column: int, text: str,
-                 lints: tuple[str, ...]) -> None:
+                 lints: tuple[str, ...], swizzle: str) -> None:
         self.lints = lints
+        self.swizzled = [(swizzle, granules.ravel())]
         self._granules = granules  # [rows, chunks]
         self._targets = targets  # (first lane, lanes, first source row)
         self._column = column
@@ -271,7 +273,7 @@ def _plan_cp(shape: str, multicast: str | None, decompress: str | None, desc: in
         else:
             targets = [(0, 128, 0)]
     return CpPlan(granules, targets, column, source.explain(f"tcgen05.cp.{shape} source"),
-                  descriptor_lints(source, "K", rows, width, 1))
+                  descriptor_lints(source, "K", rows, width, 1), source.swizzle)
 
 
 class ShiftPlan:

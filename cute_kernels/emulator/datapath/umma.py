@@ -74,10 +74,11 @@ def decode_elements(fmt: str, granules: np.ndarray) -> np.ndarray:
 class Operand:
     """A or B in shared memory: gathers and decodes its tile as float32 [extent, k]."""
 
-    __slots__ = ("fmt", "granules", "transposed", "extent", "negate")
+    __slots__ = ("fmt", "granules", "swizzle", "transposed", "extent", "negate")
 
-    def __init__(self, fmt: str, granules: np.ndarray, major: str, extent: int, negate: bool = False) -> None:
+    def __init__(self, fmt: str, granules: np.ndarray, swizzle: str, major: str, extent: int, negate: bool = False) -> None:
         self.fmt = fmt
+        self.swizzle = swizzle
         self.granules = granules
         self.transposed = major == "MN"
         self.extent = extent
@@ -100,6 +101,7 @@ class MmaPlan:
         layout: the ISA's letter of D's layout, "A".."G".
         smem_reads: [(peer, starts int32[n], lengths int32[n])], merged byte ranges that A and B occupy.
         smem_granules: [(peer, int64[m])], the same as sorted 16-byte granule indices.
+        swizzled: [(swizzle of the descriptor, 16-byte granule indices)] of each operand in shared memory, the same for each peer.
         tmem_reads: [(peer, lane0, lanes, column0, columns)] of A in tensor memory (D is read too when accumulating).
         tmem_writes: the same of D, without lanes that disable-output-lane excludes; with .ashift, of A too.
         lints: remarks on descriptors that are legal to encode but name no canonical layout, empty as a rule.
@@ -144,6 +146,10 @@ class MmaPlan:
             parts.append(self._a.granules.ravel())
         both = np.unique(np.concatenate(parts))
         return [(peer, both) for peer in self.peers]
+
+    @cached_property
+    def swizzled(self) -> list[tuple[str, np.ndarray]]:
+        return [(o.swizzle, o.granules.ravel()) for o in (self._a, self._b) if isinstance(o, Operand)]
 
     @cached_property
     def smem_reads(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
@@ -392,12 +398,14 @@ def _plan(kind: str, cta_group: int, idesc: int, a: int, b_desc: int, d_tmem: in
         desc = decode_smem_desc(a)
         _check_swizzle("a-desc", desc.swizzle, d.a_major, size)
         rows = d.m // cta_group
-        operand_a = Operand(d.atype, operand_granules(desc, d.a_major, rows, d.k, size), d.a_major, rows, d.negate_a)
+        granules = operand_granules(desc, d.a_major, rows, d.k, size)
+        operand_a = Operand(d.atype, granules, desc.swizzle, d.a_major, rows, d.negate_a)
         lints += tuple(f"A: {text}" for text in descriptor_lints(desc, d.a_major, rows, d.k, size))
     desc = decode_smem_desc(b_desc)
     _check_swizzle("b-desc", desc.swizzle, d.b_major, size)
     rows = d.n // cta_group
-    operand_b = Operand(d.btype, operand_granules(desc, d.b_major, rows, d.k, size), d.b_major, rows, d.negate_b)
+    granules = operand_granules(desc, d.b_major, rows, d.k, size)
+    operand_b = Operand(d.btype, granules, desc.swizzle, d.b_major, rows, d.negate_b)
     lints += tuple(f"B: {text}" for text in descriptor_lints(desc, d.b_major, rows, d.k, size))
     return MmaPlan(d, cta_group, layout, ws, operand_a, operand_b, blocks, lane, column, disable_lanes, scale_input_d,
                    (kind, idesc, a, b_desc, a_is_tmem), ashift, lints)

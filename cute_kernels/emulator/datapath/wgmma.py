@@ -75,6 +75,7 @@ class WgmmaPlan:
         a_registers: 4 when A is in registers, else 0.
         smem_granules: int64, sorted 16-byte granules read (async proxy).
         smem_reads: (starts, lengths) int32, the same as merged byte ranges.
+        swizzled: [(swizzle of the descriptor, 16-byte granule indices)] of each operand in shared memory.
         lints: remarks on descriptors that are legal to encode but name no canonical layout, empty as a rule.
         flops, cycles: 2*64*N*K, and the tensor-core clocks at the dense rate of an H100 SM.
     """
@@ -96,6 +97,10 @@ class WgmmaPlan:
     def smem_granules(self) -> np.ndarray:
         parts = [self._b.granules.ravel()] + ([self._a.granules.ravel()] if self._a else [])
         return np.unique(np.concatenate(parts))
+
+    @cached_property
+    def swizzled(self) -> list[tuple[str, np.ndarray]]:
+        return [(o.swizzle, o.granules.ravel()) for o in (self._a, self._b) if o]
 
     @cached_property
     def smem_reads(self) -> tuple[np.ndarray, np.ndarray]:
@@ -195,14 +200,14 @@ def plan_wgmma(
     if a_desc is not None:
         desc = decode_wgmma_desc(a_desc)
         major = "MN" if trans_a else "K"
-        a = Operand(atype, operand_granules(desc, major, 64, k, size), major, 64, scale_a < 0)
+        a = Operand(atype, operand_granules(desc, major, 64, k, size), desc.swizzle, major, 64, scale_a < 0)
         lines.append(desc.explain(f"A {major}-major"))
         lints += tuple(f"A: {text}" for text in descriptor_lints(desc, major, 64, k, size))
     else:
         lines.append("A in registers")
     desc = decode_wgmma_desc(b_desc)
     major = "MN" if trans_b else "K"
-    b = Operand(btype, operand_granules(desc, major, n, k, size), major, n, scale_b < 0)
+    b = Operand(btype, operand_granules(desc, major, n, k, size), desc.swizzle, major, n, scale_b < 0)
     lines.append(desc.explain(f"B {major}-major"))
     lints += tuple(f"B: {text}" for text in descriptor_lints(desc, major, n, k, size))
     return WgmmaPlan(n, k, dtype, atype, a, b, scale_a < 0, satfinite, "\n".join(lines), lints)

@@ -12,6 +12,7 @@ class MBarrier:
 
     __slots__ = (
         "cta", "offset", "expected", "pending", "tx", "phase", "clock", "done", "line", "seen", "fenced", "generation", "passed",
+        "remote",
     )  # fmt: skip
 
     def __init__(self, cta, offset: int, expected: int, line: int) -> None:
@@ -23,6 +24,7 @@ class MBarrier:
         self.clock = None  # released so far in the current phase
         self.done = None  # released by all completed phases
         self.passed: dict = {}  # actor -> (tick, instruction) of its wait for the phase that ended last
+        self.remote: dict = {}  # actor of another CTA -> (tick, PTX line) of its last arrival
         self.seen = (0, 0)  # (actor, tick) of the init
         self.fenced = False  # its initialiser executed fence.mbarrier_init
         self.generation = -1  # the cluster barrier's generation that published the fenced init; -1: none

@@ -4,11 +4,12 @@ An *actor* is a warp or an asynchronous pipe (the copies signalled through one m
 the tcgen05.ld/st traffic of a warp, the cp.async and bulk groups of a warp). Lanes of one warp are one actor: races between
 lanes of one warp are not looked for.
 
-A clock is int32[4, actors]:
+A clock is int32[5, actors]:
     row 0  happens-before: what the owner has observed of every actor
-    row 1  the part of it whose generic writes are visible to the asynchronous proxy (fence.proxy.async)
-    row 2  the part published to other threads' tcgen05 operations (tcgen05.fence::before_thread_sync, commit, wait)
-    row 3  the part acquired for the owner's own tcgen05 operations (tcgen05.fence::after_thread_sync)
+    row 1  the part of it whose generic writes to shared memory are visible to the asynchronous proxy (fence.proxy.async)
+    row 2  the same of global memory
+    row 3  the part published to other threads' tcgen05 operations (tcgen05.fence::before_thread_sync, commit, wait)
+    row 4  the part acquired for the owner's own tcgen05 operations (tcgen05.fence::after_thread_sync)
 Releasing joins the owner's clock into the synchronisation object; acquiring joins the object's into the owner's.
 
 Shadow granule: 4 bytes. Coarser granules give false reports, because kernels pack per-warp words of a reduction into

@@ -43,6 +43,7 @@ class Machine:
         self.sync_vars: dict = {}
         self.tensor_maps: dict = {}
         self.granule_cache: dict = {}
+        self.swizzles: dict[int, str] = {}  # PTX line of a tensor load -> its swizzle, if it has one
         self.cta_group = None
         self.tensor_cycles = 0.0
         self.tensor_flops = 0
@@ -621,6 +622,34 @@ class Machine:
             w.cta.reg_pool += w.maxreg * 32
             w.maxreg = 0
         self._regs.append(w.regs)
+        if self.checking and all(x.exited for x in w.cta.warps):
+            self._end_of_cta(w, w.cta)
+
+    def _end_of_cta(self, w: Warp, cta) -> None:
+        """Every access to a CTA's shared memory is to be ordered before its exit: copies and products under way, other CTAs."""
+        cluster = cta.cluster
+        if len(cluster.ctas) == 1 and cluster.next_actor == 4 * cluster.nwarps and cta.tmem_state is None:
+            return  # nothing but its own warps
+        exits = np.maximum.reduce([x.clock[0] for x in cta.warps])
+        sh, n = cta.shadow, cta.smem_limit + 3 >> 2
+        ours = range(cta.warp_base, cta.warp_base + len(cta.warps))
+        last = self.program.flat.instrs[-1]
+        bulk_stores = range(3 * cluster.nwarps, 4 * cluster.nwarps)  # bulk-store-at-exit tells of their reads
+        for actors, ticks, lines, what in ((sh.wa, sh.wc, sh.wl, "write"), (sh.ra, sh.rc, sh.rl, "read")):
+            a = actors[:n]
+            late = np.flatnonzero(ticks[:n] > exits[a])
+            for g in late[np.unique(lines[late], return_index=True)[1]].tolist():
+                actor = int(actors[g])
+                if actor in ours or actor in bulk_stores:
+                    continue
+                kind = "dsmem-after-exit" if actor < cluster.nwarps else "shared-at-exit"
+                text = f"a {what} of shared byte {4 * g} of CTA rank {cta.rank} is not ordered before that CTA's exit"
+                self.report(kind, w, _At(int(lines[g]), last), text)
+        for bar in cta.mbarriers.values():
+            for actor, (tick, line) in bar.remote.items():
+                if tick > exits[actor]:
+                    text = f"an arrival at the {bar.name()} is not ordered before that CTA's exit"
+                    self.report("dsmem-after-exit", w, _At(line, last), text)
 
 
 class _At:

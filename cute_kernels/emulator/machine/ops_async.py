@@ -73,6 +73,18 @@ def shared_read(w, cta, g, actor, clock, ins, *, proxy: bool) -> None:
         w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.wl)
 
 
+def check_swizzle(w, cta, plan, ins) -> None:
+    """Bytes that a tensor copy swizzled in one way and a matrix descriptor reads in another."""
+    known = w.machine.swizzles
+    for mode, granules in plan.swizzled if known else ():
+        lines = cta.shadow.wl[granules * 4]
+        for line in [int(lines[0])] if (lines == lines[0]).all() else np.unique(lines).tolist():
+            loaded = known.get(line, mode)
+            if loaded != mode:
+                text = f"the descriptor says swizzle {mode}, the tensor copy that wrote the tile {loaded}"
+                w.machine.report("descriptor-swizzle", w, ins, text, other_line=line)
+
+
 def shared_write(w, cta, g, actor, clock, ins, *, generic: bool) -> None:
     sh = cta.shadow
     if not generic:
@@ -264,7 +276,7 @@ def _cp_arrive(ins: Instr):
             mark = machine.tick_of(w.cta.cluster, ("cp", w.actor))
             # Default level: copies signalled this way are visible to the async proxy of whoever waits on the barrier.
             # Published MLA kernels feed UMMA so, with no fence.proxy.async anywhere between.
-            rows = clock[:1] if machine.strict else clock[:2]
+            rows = clock[:1] if machine.strict else clock[:3]
             rows[:, mark[0]] = np.maximum(rows[:, mark[0]], mark[1])
             w.tick()
         earlier = [o for g, _ in w.cp_groups for o in g] + list(w.cp_open)
@@ -433,6 +445,8 @@ def _destinations(w, dst: int, bar: int, mask: int | None, ins, pair: bool = Fal
 def _issue_load(w, ins, targets, tx: int, put, addresses, nbytes: int, plan=None) -> None:
     """Issue a load into each target: checks now, data and complete_tx when the schedule says so."""
     machine = w.machine
+    if plan is not None and plan.tensor.swizzle != "none":  # without one, a tile may be laid out chunk by chunk
+        machine.swizzles.setdefault(ins.line, plan.tensor.swizzle)
     for cta, off, bar in targets:
         _check_range(w, cta, off, tx if plan is None else plan.smem_span, ins)
         check_init_fence(w, bar, ins)

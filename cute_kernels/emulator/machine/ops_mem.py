@@ -94,7 +94,7 @@ def check_global(w, alloc, addr: np.ndarray, total: int, ins, write: bool, *, ac
         w.machine.conflict((kind, k), w, ins, "global", None, int(g[k]), sh.wl)
     elif proxy and not bad.any():  # of the same cluster: what is known of another's does not tell generic writes that are fenced
         other = wa & 4095
-        bad = (wa >> 12 == uid) & (other < w.cta.cluster.nwarps) & (wc > clock[1][other])
+        bad = (wa >> 12 == uid) & (other < w.cta.cluster.nwarps) & (wc > clock[2][other])
         if bad.any():
             k = int(bad.argmax())
             w.machine.conflict(("proxy", k), w, ins, "global", None, int(g[k]), sh.wl)
@@ -134,7 +134,7 @@ def acquire_var(w, table: dict, key) -> None:
     uid = w.cta.cluster.uid
     full = var.get(("p", uid))
     if full is not None:
-        np.maximum(w.clock[:2], full[:2], out=w.clock[:2])
+        np.maximum(w.clock[:3], full[:3], out=w.clock[:3])
     known = w.cache.setdefault("known", {})
     for u, row in var.items():
         if isinstance(u, tuple):
@@ -679,10 +679,14 @@ def _fence(ins: Instr):
         if not mods & kinds:
             raise unsupported(ins)
         is_async = bool(mods & {"async", "async::global", "async::shared::cta", "async::shared::cluster", "async::generic"})
+        spaces = [m.removeprefix("async::") for m in ins.mods]
+        # clock rows: 1 for shared memory, 2 for global memory; a fence that names no space is for both
+        rows = [1 + (x == "global") for x in spaces if x in ("global", "shared::cta", "shared::cluster")] or [1, 2]
 
         def fence_proxy(w, m, ins):
             if is_async and w.clock is not None:
-                np.maximum(w.clock[1], w.clock[0], out=w.clock[1])
+                for k in rows:
+                    np.maximum(w.clock[k], w.clock[0], out=w.clock[k])
                 w.tick()  # what the warp writes from here on is not fenced
 
         return False, fence_proxy
@@ -701,7 +705,7 @@ def _fence(ins: Instr):
         if w.clock is None:
             return
         if w.unfenced is not None:
-            np.maximum(w.clock[:3], w.unfenced[:3], out=w.clock[:3])
+            np.maximum(w.clock[:4], w.unfenced[:4], out=w.clock[:4])
             w.unfenced = None
         w.fence_clock = w.clock.copy()
         w.tick()

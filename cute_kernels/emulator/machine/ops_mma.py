@@ -6,7 +6,7 @@ import numpy as np
 
 from ..ptx.ir import Imm, Instr, Vec
 from .hazards import EmulationError
-from .ops_async import AsyncOp, agent, fine_granules, shared_read
+from .ops_async import AsyncOp, agent, check_swizzle, fine_granules, shared_read
 from .ops_mem import check_shared_read, check_shared_write
 from .ops_warp import warp_sync
 from .optable import Wait, address, getter, op, scalar, unsupported
@@ -100,6 +100,7 @@ def _mma_async(ins: Instr):
         warps = sorted(warps, key=lambda x: x.index)
         marks: list[tuple[int, int]] = []
         if w.clock is not None:
+            check_swizzle(w, w.cta, plan, ins)
             for x in warps:
                 actor, clock = agent(x, x.tpipe)
                 marks.append((actor, int(clock[0, actor])))

@@ -88,7 +88,7 @@ def _barrier_body(get_id, get_n, get_pred, result, kind, aligned):
                 ins.line,
             )
         if w.clock is not None and bar.done is not None:
-            np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
+            np.maximum(w.clock[:4], bar.done[:4], out=w.clock[:4])
             if bar.done_known:
                 join_known(w.cache.setdefault("known", {}), bar.done_known)
         if result:
@@ -167,7 +167,7 @@ def _cluster_barrier(ins: Instr):
                 w.cluster_waits += 1
         w.waits += 1
         if w.clock is not None and bar.done is not None:
-            np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
+            np.maximum(w.clock[:4], bar.done[:4], out=w.clock[:4])
         return None
 
     if "arrive" in ins.mods:
@@ -301,6 +301,9 @@ def arrive_on(w, bar: MBarrier, n: int, ins, *, drop: bool = False, clock=None) 
         w.machine.report("mbarrier-underflow", w, ins, f"{n} arrivals on {bar.describe()}")
         n = bar.pending
     bar.join(clock)
+    if clock is not None and w.cta is not bar.cta:
+        actor = w.tpipe if ins.base == "tcgen05" else w.actor
+        bar.remote[actor] = (int(clock[0, actor]), ins.line)
     bar.pending -= n
     if drop:
         bar.expected -= n
@@ -411,7 +414,7 @@ def _mb_wait(ins: Instr):
             elif w.clock is not None and bar.done is not None:
                 bar.passed[w.actor] = (int(w.clock[0, w.actor]), ins)
                 if not relaxed:
-                    np.maximum(w.clock[:3], bar.done[:3], out=w.clock[:3])
+                    np.maximum(w.clock[:4], bar.done[:4], out=w.clock[:4])
                 else:  # a fence after the wait acquires it
                     w.unfenced = bar.done.copy() if w.unfenced is None else np.maximum(w.unfenced, bar.done)
             results.append(done)

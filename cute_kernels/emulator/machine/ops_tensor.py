@@ -15,7 +15,7 @@ import numpy as np
 
 from ..ptx.ir import Imm, Instr, Mem, Vec
 from .hazards import EmulationError
-from .ops_async import AsyncOp, agent, fine_granules, shared_read
+from .ops_async import AsyncOp, agent, check_swizzle, fine_granules, shared_read
 from .ops_sync import arrive_on, check_init_fence, mbarrier_at
 from .optable import Wait, address, getter, op, scalar, setter, unsupported
 
@@ -88,7 +88,7 @@ def check_tcgen05_fence(w, cta, g, clock, ins, own: tuple, write: bool) -> None:
     kinds = ((sh.wa, sh.wc, sh.wl), (sh.ra, sh.rc, sh.rl)) if write else ((sh.wa, sh.wc, sh.wl),)
     for actors, ticks, lines in kinds:
         a, c = actors[g], ticks[g]
-        bad = (c > clock[3][a]) & (c <= clock[0][a]) & ~np.isin(a, own)
+        bad = (c > clock[4][a]) & (c <= clock[0][a]) & ~np.isin(a, own)
         if bad.any():
             k = int(bad.argmax())
             w.machine.conflict(("tcgen05-fence", k), w, ins, "tmem", cta, int(g[k]), lines)
@@ -327,6 +327,7 @@ def _mma(ins: Instr):
             machine.release_tmem(w, ins)
             actor, clock = agent(w, w.tpipe)
             for peer, granules in plan.smem_granules:
+                check_swizzle(w, ctas[peer], plan, ins)
                 shared_read(w, ctas[peer], fine_granules(granules, machine.granule_cache), actor, clock, ins, proxy=True)
         shape = (idesc_value >> 17 & 0x3F, idesc_value >> 24 & 0x1F, d_address)
         know = dict(own=(w.tpipe, w.lpipe, w.actor), order=pipe_order(w, clock, ("mma", group, shape)))
@@ -369,6 +370,7 @@ def _cp(ins: Instr):
         know = dict(own=(w.tpipe, w.lpipe, w.actor), order=pipe_order(w, clock, ("cp", group, shape)))
         for cta in _pair(w, group, ins):
             if clock is not None:
+                check_swizzle(w, cta, plan, ins)
                 shared_read(w, cta, fine_granules(plan.smem_granules, machine.granule_cache), actor, clock, ins, proxy=True)
             tmem_access(w, cta, plan.tmem_writes, actor, clock, ins, read=False, write=True, **know)
             tmem = cta.tensor_memory
@@ -423,7 +425,7 @@ def _commit(ins: Instr):
             clock = w.clock.copy()
             tick = machine.agent_tick(w.cta.cluster, w.tpipe)
             clock[:, w.tpipe] = tick
-            np.maximum(clock[2], clock[0], out=clock[2])
+            np.maximum(clock[3], clock[0], out=clock[3])
             w.tick()
 
         def effect():
@@ -560,9 +562,9 @@ def _fence(ins: Instr):
         if w.clock is None:
             return
         if before:
-            np.maximum(w.clock[2], w.clock[0], out=w.clock[2])
+            np.maximum(w.clock[3], w.clock[0], out=w.clock[3])
         else:
-            np.maximum(w.clock[3], w.clock[2], out=w.clock[3])
+            np.maximum(w.clock[4], w.clock[3], out=w.clock[4])
 
     return False, fence
 

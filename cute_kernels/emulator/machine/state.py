@@ -126,7 +126,7 @@ class Warp:
         self.fenced: list = []  # those fenced and not yet published by a cluster barrier
         self.cluster_arrivals = self.cluster_waits = self.cluster_lanes = self.cluster_waited = 0
         if machine.checking:
-            self.clock = np.zeros((4, cta.cluster.nactors), np.int32)
+            self.clock = np.zeros((5, cta.cluster.nactors), np.int32)
             self.clock[0, self.actor] = 1
         self.in_pipe: dict = {}  # tick -> (kind, cta_group, shape) of the operations of its tensor pipe (strict only)
         self.tpipe = cta.cluster.nwarps + self.actor  # actor of the tensor pipe this warp issues to
