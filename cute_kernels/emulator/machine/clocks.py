@@ -25,7 +25,8 @@ _I32 = np.int32
 
 
 class Shadow:
-    """Last writer and readers per granule of one memory. Methods return None or (kind, index into g) of the first conflict."""
+    """Last writer and readers per granule of one memory. Methods return None or (kind, index into g, PTX line of
+    the other access) of the first conflict."""
 
     def __init__(self, granules: int, actors: int) -> None:
         self.wa = np.zeros(granules, np.int16)  # last writer's actor
@@ -42,6 +43,11 @@ class Shadow:
         self.bars = np.zeros(granules, np.bool_)  # the granule is part of a live mbarrier object
         self.many = np.zeros((granules, actors), _I32)
 
+    @staticmethod
+    def _hit(kind: str, bad: np.ndarray, g: np.ndarray, lines: np.ndarray):
+        k = int(bad.argmax())
+        return kind, k, int(lines[g[k]])
+
     def unwritten(self, g: np.ndarray, bytes_=15) -> int:
         """Index of the first granule with a byte of `bytes_` never written, or -1."""
         bad = (self.vb[g] & bytes_) != bytes_
@@ -55,11 +61,11 @@ class Shadow:
             bad &= (self.wb[g] & bytes_) != 0
         hit = None
         if bad.any():
-            hit = ("race-read-after-write", int(bad.argmax()))
+            hit = self._hit("race-read-after-write", bad, g, self.wl)
         elif proxy:
             unfenced = self.wp[g] & (wc > clock[1][wa])
             if unfenced.any():
-                hit = ("proxy", int(unfenced.argmax()))
+                hit = self._hit("proxy", unfenced, g, self.wl)
         ra, rc = self.ra[g], self.rc[g]
         other = rc > clock[0][ra]
         if other.any():
@@ -79,17 +85,17 @@ class Shadow:
         return hit
 
     def crosses_proxy(self, g, clock: np.ndarray, warps: int, reads: bool):
-        """For an asynchronous write: (line table, index into g) of a generic access that is ordered before it, but with no
-        fence.proxy.async between; None if there is none. Actors below `warps` are warps, which read through the generic proxy."""
+        """For an asynchronous write: the hit of a generic access that is ordered before it, but with no fence.proxy.async between.
+        Actors below `warps` are warps, which read through the generic proxy."""
         wa, wc = self.wa[g], self.wc[g]
         bad = self.wp[g] & (wc > clock[1][wa]) & (wc <= clock[0][wa])
         if bad.any():
-            return self.wl, int(bad.argmax())
+            return self._hit("proxy-write", bad, g, self.wl)
         if reads:
             ra, rc = self.ra[g], self.rc[g]
             bad = (ra < warps) & (rc > clock[1][ra]) & (rc <= clock[0][ra])
             if bad.any():
-                return self.rl, int(bad.argmax())
+                return self._hit("proxy-write", bad, g, self.rl)
         return None
 
     def write(self, g, actor: int, clock: np.ndarray, line: int, bytes_=15, generic: bool = True, atomic: bool = False):
@@ -101,20 +107,21 @@ class Shadow:
         if bytes_ is not FULL:
             bad &= (self.wb[g] & bytes_) != 0
         if bad.any():
-            hit = ("race-write-after-write", int(bad.argmax()))
+            hit = self._hit("race-write-after-write", bad, g, self.wl)
         ra, rc = self.ra[g], self.rc[g]
         bad = rc > vc[ra]
         if bytes_ is not FULL:
             bad &= (self.rb[g] & bytes_) != 0
         if bad.any():
-            hit = hit or ("race-write-after-read", int(bad.argmax()))
+            hit = hit or self._hit("race-write-after-read", bad, g, self.rl)
         multi = self.multi[g]
         if multi.any():
             sel = g[multi]
             rows = self.many[sel] > vc
             if rows.any() and hit is None:
                 k = int(rows.any(axis=1).argmax())
-                hit = ("race-write-after-read", int(np.flatnonzero(multi)[k]))
+                at = int(np.flatnonzero(multi)[k])
+                hit = ("race-write-after-read", at, int(self.rl[g[at]]))
             self.many[sel] = 0
             self.multi[sel] = False
         own = int(vc[actor])

@@ -70,7 +70,7 @@ def shared_read(w, cta, g, actor, clock, ins, *, proxy: bool) -> None:
         )
     hit = sh.read(g, actor, clock, ins.line, proxy=proxy)
     if hit:
-        w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.wl)
+        w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]))
 
 
 def check_swizzle(w, cta, plan, ins) -> None:
@@ -90,10 +90,10 @@ def shared_write(w, cta, g, actor, clock, ins, *, generic: bool) -> None:
     if not generic:
         crossing = sh.crosses_proxy(g, clock, cta.cluster.nwarps, w.machine.strict)
         if crossing:
-            w.machine.conflict(("proxy-write", crossing[1]), w, ins, "shared", cta, int(g[crossing[1]]), crossing[0])
+            w.machine.conflict(crossing, w, ins, "shared", cta, int(g[crossing[1]]))
     hit = sh.write(g, actor, clock, ins.line, generic=generic)
     if hit:
-        w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.rl if hit[0].endswith("read") else sh.wl)
+        w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]))
     if sh.bars[g].any():
         w.machine.report("mbarrier-overwritten", w, ins, "an asynchronous copy writes over a live mbarrier object")
 

@@ -46,7 +46,7 @@ def check_shared_read(w, cta, off, total, ins) -> None:
         )
     hit = sh.read(g, w.actor, w.clock, ins.line, bm)
     if hit:
-        w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.wl)
+        w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]))
 
 
 def check_shared_write(w, cta, off, total, ins) -> None:
@@ -54,7 +54,7 @@ def check_shared_write(w, cta, off, total, ins) -> None:
     g, bm = granules(off, total)
     hit = sh.write(g, w.actor, w.clock, ins.line, bm)
     if hit:
-        w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]), sh.rl if hit[0].endswith("read") else sh.wl)
+        w.machine.conflict(hit, w, ins, "shared", cta, int(g[hit[1]]))
     if sh.bars[g].any():
         w.machine.report("mbarrier-overwritten", w, ins, "writes over a live mbarrier object")
 
@@ -91,18 +91,18 @@ def check_global(w, alloc, addr: np.ndarray, total: int, ins, write: bool, *, ac
     if bad.any() and not narrow:
         k = int(bad.argmax())
         kind = "race-write-after-write" if write else "race-read-after-write"
-        w.machine.conflict((kind, k), w, ins, "global", None, int(g[k]), sh.wl)
+        w.machine.conflict((kind, k, int(sh.wl[g[k]])), w, ins, "global", None, int(g[k]))
     elif proxy and not bad.any():  # of the same cluster: what is known of another's does not tell generic writes that are fenced
         other = wa & 4095
         bad = (wa >> 12 == uid) & (other < w.cta.cluster.nwarps) & (wc > clock[2][other])
         if bad.any():
             k = int(bad.argmax())
-            w.machine.conflict(("proxy", k), w, ins, "global", None, int(g[k]), sh.wl)
+            w.machine.conflict(("proxy", k, int(sh.wl[g[k]])), w, ins, "global", None, int(g[k]))
     if write:
         bad = unordered(sh.ra[g], sh.rc[g])
         if bad.any() and not narrow:
             k = int(bad.argmax())
-            w.machine.conflict(("race-write-after-read", k), w, ins, "global", None, int(g[k]), sh.rl)
+            w.machine.conflict(("race-write-after-read", k, int(sh.rl[g[k]])), w, ins, "global", None, int(g[k]))
         sh.wa[g], sh.wc[g], sh.wl[g] = me, int(clock[0][actor]), ins.line
         sh.rc[g] = 0
     else:

@@ -271,7 +271,7 @@ def _mb_init(ins: Instr):
                 g = np.array([off >> 2, (off >> 2) + 1])
                 hit = sh.write(g, w.actor, w.clock, ins.line)
                 if hit:
-                    w.machine.conflict(hit, w, ins, "shared", w.cta, int(g[hit[1]]), sh.wl)
+                    w.machine.conflict(hit, w, ins, "shared", w.cta, int(g[hit[1]]))
                 sh.bars[g] = True
                 bar.seen = (w.actor, int(w.clock[0][w.actor]))
                 w.inits.append(bar)

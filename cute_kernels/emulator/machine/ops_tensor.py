@@ -74,11 +74,11 @@ def tmem_access(w, cta, ranges, actor, clock, ins, *, read: bool, write: bool, o
         if read:
             hit = sh.read(g, actor, clock, ins.line)
             if hit:
-                machine.conflict(hit, w, ins, "tmem", cta, int(g[hit[1]]), sh.wl)
+                machine.conflict(hit, w, ins, "tmem", cta, int(g[hit[1]]))
         if write:
             hit = sh.write(g, actor, clock, ins.line, generic=False)
             if hit:
-                machine.conflict(hit, w, ins, "tmem", cta, int(g[hit[1]]), sh.rl if hit[0].endswith("read") else sh.wl)
+                machine.conflict(hit, w, ins, "tmem", cta, int(g[hit[1]]))
             cta.tmem_valid[lane0 : lane0 + lanes, col0 : col0 + ncols] = True
 
 
@@ -91,7 +91,7 @@ def check_tcgen05_fence(w, cta, g, clock, ins, own: tuple, write: bool) -> None:
         bad = (c > clock[4][a]) & (c <= clock[0][a]) & ~np.isin(a, own)
         if bad.any():
             k = int(bad.argmax())
-            w.machine.conflict(("tcgen05-fence", k), w, ins, "tmem", cta, int(g[k]), lines)
+            w.machine.conflict(("tcgen05-fence", k, int(lines[g[k]])), w, ins, "tmem", cta, int(g[k]))
 
 
 def pipelined(earlier: tuple, later: tuple) -> bool:
@@ -134,7 +134,7 @@ def check_pipe_order(w, cta, g, order, ins, write: bool) -> None:
         for tick in np.unique(c[open_]).tolist():
             if not pipelined(w.in_pipe[tick], what):
                 k = int((open_ & (c == tick)).argmax())
-                w.machine.conflict(("tcgen05-order", k), w, ins, "tmem", cta, int(g[k]), lines)
+                w.machine.conflict(("tcgen05-order", k, int(lines[g[k]])), w, ins, "tmem", cta, int(g[k]))
 
 
 @op("tcgen05")
@@ -255,10 +255,7 @@ def _dealloc(ins: Instr):
                 check_tcgen05_fence(w, w.cta, g, hit_clock, ins, own, True)
             sh_hit = sh.write(g, w.actor, hit_clock, ins.line, generic=False)
             if sh_hit:
-                k = int(g[sh_hit[1]])
-                w.machine.conflict(
-                    ("tmem-dealloc-race", sh_hit[1]), w, ins, "tmem", w.cta, k, sh.rl if sh_hit[0].endswith("read") else sh.wl
-                )
+                w.machine.conflict(("tmem-dealloc-race", *sh_hit[1:]), w, ins, "tmem", w.cta, int(g[sh_hit[1]]))
         state.columns[first : first + block[0]] = False
         del state.blocks[first]
         w.machine.events += 1
