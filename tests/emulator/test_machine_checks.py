@@ -286,6 +286,48 @@ def test_deadlock_report():
     assert isinstance(error, Deadlock) and "barrier 1: 32 of 64 threads arrived" in str(error)
 
 
+def test_a_deadlock_names_every_wait_and_its_cause_first():
+    """Warp 0 waits for warp 1, which waits for warp 2, which waits for bytes; warp 3 waits for all of them."""
+    init = "".join(f"mbarrier.init.shared.b64 [%r2+{8 * k}], 1;\n" for k in range(3))
+    roles = "".join(
+        f"setp.ne.u32 %p1, %r9, {k};\n@%p1 bra N{k};\n{own}W{k}: mbarrier.try_wait.parity.shared.b64 %p2, [%r2+{8 * k}], 0;\n"
+        f"@!%p2 bra W{k};\nmbarrier.arrive.shared.b64 %d1, [%r2+{8 * k - 8 if k else 0}];\nN{k}:\n"
+        for k, own in enumerate(["", "", "mbarrier.arrive.expect_tx.shared.b64 %d1, [%r2+16], 16;\n"])
+    )
+    body = (
+        "mov.u32 %r2, bars;\nshr.u32 %r9, %tx, 5;\nsetp.ne.u32 %p1, %tx, 0;\n@%p1 bra I;\n" + init + "I: bar.sync 0;\n"
+        "and.b32 %r8, %tx, 31;\nsetp.ne.u32 %p3, %r8, 0;\n@%p3 exit;\n" + roles + "END: barrier.sync 1, 128;\n"
+    )
+    text, record, error = run(body, shared=".shared .align 8 .b64 bars[3];", block=128)
+    assert isinstance(error, Deadlock) and kinds(record) == {"deadlock"}
+    want = [line_of(text, label) for label in ("W2:", "W0:", "W1:", "END:")]
+    assert [h.ptx_line for h in record.hazards] == want
+    assert "0 of 1 arrivals pending, 16 bytes" in record.hazards[0].message
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+@pytest.mark.parametrize("checks", ["default", "off"])
+def test_a_spin_without_effect_is_found_out(schedule, checks):
+    """A flag that nothing sets: the state of the spinning warp repeats after three rounds, where random runs 3000."""
+    body = "L: ld.volatile.global.u32 %r1, [%a0];\nadd.u32 %r3, %r1, 1;\nsetp.eq.u32 %p1, %r1, 0;\n@%p1 bra L;\n"
+    _, record, error = run(body, block=64, schedule=schedule, checks=checks)
+    assert isinstance(error, Deadlock) and str(error).startswith("no progress: warps ") and "warp 1: " in str(error)
+    assert "spinning: it runs, and changes nothing" in str(error)
+    if schedule != "random":
+        assert record.counters.total < 50_000
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy"])
+def test_a_long_loop_is_no_spin(schedule):
+    """Registers alone change for 120 rounds; and a flag that another warp sets after that is seen."""
+    body = (
+        "mov.u32 %r1, 0;\nsetp.ge.u32 %p1, %tx, 32;\n@%p1 bra L;\nC: add.u32 %r1, %r1, 1;\nsetp.lt.u32 %p2, %r1, 24000;\n@%p2 bra C;\n"
+        "st.release.gpu.global.u32 [%a0], %r1;\nL: ld.acquire.gpu.global.u32 %r2, [%a0];\nsetp.eq.u32 %p2, %r2, 0;\n@%p2 bra L;\n"
+    )
+    _, record, error = run(body, block=64, schedule=schedule)
+    assert error is None and record.hazards == []
+
+
 def test_divergent_aligned_barrier():
     text, record, _ = run("setp.lt.u32 %p1, %tx, 5;\n@%p1 bra A;\nbar.sync 0;\nbra J;\nA: bar.sync 0;\nJ:\n", block=32)
     assert "divergent-barrier" in kinds(record)
@@ -388,13 +430,6 @@ def test_setmaxnreg_of_part_of_a_warpgroup(warps, checks, found):
     assert error is None
     got = {(h.kind, h.ptx_line) for h in record.hazards}
     assert got == ({("setmaxnreg", line_of(text, "setmaxnreg"))} if found else set())
-
-
-def test_a_write_after_a_write_names_the_earlier_one():
-    text = kernel("mov.u32 %r2, buf;\nsetp.ge.u32 %p1, %tx, 32;\n@%p1 bra SECOND;\nst.shared.u32 [%r2], 1;\nbra DONE;\nSECOND:\n"
-                  "st.shared.u32 [%r2], 2;\nDONE:\n", shared=".shared .align 4 .b8 buf[64];")
-    record = run_ptx(text, 1, 64, [np.zeros(4, np.uint32)])
-    assert [{h.ptx_line, h.other_line} for h in record.hazards] == [{line_of(text, "[%r2], 1"), line_of(text, "[%r2], 2")}]
 
 
 # ---- what is under way when a CTA exits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -13,7 +14,7 @@ from .program import BLOCKING, BRANCH, CODE, INDIRECT, Program
 from .state import POISON32, SMEM_BYTES, Cluster, RegisterFile, Split, Warp, bits_mask, mask_bits
 
 QUANTUM = 400  # items a warp runs before others get a turn; bounds spinning on memory
-IDLE_ROUNDS = 3000  # rounds in which nothing observable happened before a livelock is reported
+IDLE_ROUNDS = 3000  # rounds in which nothing observable happened before a livelock is reported, where its state does not repeat
 MAX_HAZARDS = 200
 
 
@@ -156,9 +157,9 @@ class Machine:
             table = self.program.line_sources = {i.line: self.program.source_of(i) for i in self.program.flat.instrs}
         return table.get(line, "")
 
-    def conflict(self, hit, w, ins, space: str, cta, granule: int) -> None:
-        """Report a shadow's finding (kind, index of `granule`, PTX line of the other access)."""
-        kind, _, other = hit
+    def conflict(self, hit, w, ins, space: str, cta, granule: int, lines) -> None:
+        kind, _ = hit
+        other = int(lines[granule])
         place = {
             "shared": lambda: f"shared memory byte {granule * 4} of CTA rank {cta.rank}",
             "tmem": lambda: f"tensor memory lanes {granule // 512 * 16}..{granule // 512 * 16 + 15}, column {granule % 512}",
@@ -304,6 +305,7 @@ class Machine:
             self.start_cluster()
         idle = 0
         timeouts = 0
+        seen, keep = b"", 0  # the state after `keep` idle rounds
         while self.clusters or self.waiting:
             if not self.clusters:
                 self.start_cluster()
@@ -312,8 +314,7 @@ class Machine:
             ran = self._round_random() if random else self._round()
             self._retire()
             if self.events != before:
-                idle = 0
-                timeouts = 0
+                idle = timeouts = keep = 0
                 continue
             if ran:
                 idle += 1
@@ -323,6 +324,12 @@ class Machine:
                     continue
                 if idle > IDLE_ROUNDS:
                     self._deadlock(f"no progress: warps have been spinning for {IDLE_ROUNDS} rounds without any observable effect")
+                if not (random or timeouts or self.pending or self.waiting):
+                    state = self._state()
+                    if keep and state == seen:
+                        self._deadlock("no progress: warps spin, and what they do repeats without any effect")
+                    if idle > 2 * keep:
+                        seen, keep = state, idle
                 continue
             if self._force() or self.start_cluster():
                 continue
@@ -388,6 +395,20 @@ class Machine:
         self.complete(self.pending[0])
         return True
 
+    def _state(self) -> bytes:
+        """A digest of all that decides what runs next while memory does not change."""
+        digest = hashlib.blake2b(str(self.ticks).encode())
+        for cluster in self.clusters:
+            for w in (w for w in cluster.warps if not w.exited):
+                for s in w.leaves:
+                    failed = s.failed and (s.failed[0], s.failed[1].offset, s.failed[2])
+                    digest.update(str((w.index, w.rank, s.pc, s.bits, s.wait is None, failed)).encode())
+                for part in (w.regs.w, w.regs.d, w.regs.h, w.regs.p, w.regs.q) + (() if w.local is None else (w.local,)):
+                    digest.update(part)
+            for cta in cluster.ctas:
+                digest.update(str([(bar.phase, bar.pending, bar.tx) for bar in cta.mbarriers.values()]).encode())
+        return digest.digest()
+
     def _time_out(self) -> bool:
         """Let try_wait give up: a program may poll once and go on."""
         any_ = False
@@ -403,7 +424,7 @@ class Machine:
     def _deadlock(self, head: str) -> None:
         lines = [head]
         program = self.program
-        first = cause = None
+        waits = []
         for cluster in self.clusters:
             for w in cluster.warps:
                 for s in w.leaves:
@@ -411,17 +432,14 @@ class Machine:
                         continue
                     item = program.items[s.pc]
                     ins = item.ins
-                    why = s.wait.text() if s.wait is not None else "running"
+                    why = s.wait.text() if s.wait is not None else "spinning: it runs, and changes nothing"
                     if s.state == "timeout":
                         why = "try_wait that timed out"
-                    first = first or (w, ins, why)
-                    if ins.base == "setmaxnreg" or ins.op.startswith("tcgen05.alloc"):
-                        cause = cause or (w, ins, why)  # the others may wait for this warp, which waits for none
+                    waits.append((_distance(s, ins), ins.line, w, ins, why))
                     lanes = "" if s.full else f", lanes {s.bits:#010x}"
                     lines.append(f"  CTA {w.cta.ctaid} warp {w.index}{lanes}: PTX line {ins.line}{self.where(ins)} {ins.op}: {why}")
-        if first:
-            w, ins, why = cause or first
-            self.report("deadlock", w, ins, why)
+        for _, _, w, ins, why in sorted(waits, key=lambda x: x[:2]):
+            self.report("deadlock", w, ins, why)  # one for every line: those who wait for the others come last
         if len(lines) > 60:
             lines[60:] = [f"  ... and {len(lines) - 60} more"]
         raise Deadlock("\n".join(lines))
@@ -650,6 +668,20 @@ class Machine:
                 if tick > exits[actor]:
                     text = f"an arrival at the {bar.name()} is not ordered before that CTA's exit"
                     self.report("dsmem-after-exit", w, _At(line, last), text)
+
+
+def _distance(s: Split, ins) -> int:
+    """How far from the cause of a deadlock a blocked warp is likely to be, by what it waits for.
+
+    0: registers or columns, which no warp that waits here gives back. Then mbarriers: 1, all arrivals are there and bytes are
+    missing; 2, some arrivals are missing; 3, all of them, which the next in line may owe. 4: memory. 5: other warps of the CTA.
+    """
+    if ins.base == "setmaxnreg" or ins.op.startswith("tcgen05.alloc"):
+        return 0
+    bar = s.wait.bar if s.wait is not None else s.failed[1] if s.failed else None
+    if bar is not None:
+        return 1 if bar.pending == 0 else 2 if bar.pending < bar.expected else 3
+    return 4 if s.wait is None else 5
 
 
 class _At:
