@@ -432,6 +432,13 @@ def test_setmaxnreg_of_part_of_a_warpgroup(warps, checks, found):
     assert got == ({("setmaxnreg", line_of(text, "setmaxnreg"))} if found else set())
 
 
+def test_a_write_after_a_write_names_the_earlier_one():
+    text = kernel("mov.u32 %r2, buf;\nsetp.ge.u32 %p1, %tx, 32;\n@%p1 bra SECOND;\nst.shared.u32 [%r2], 1;\nbra DONE;\nSECOND:\n"
+                  "st.shared.u32 [%r2], 2;\nDONE:\n", shared=".shared .align 4 .b8 buf[64];")
+    record = run_ptx(text, 1, 64, [np.zeros(4, np.uint32)])
+    assert [{h.ptx_line, h.other_line} for h in record.hazards] == [{line_of(text, "[%r2], 1"), line_of(text, "[%r2], 2")}]
+
+
 # ---- what is under way when a CTA exits
 AT_EXIT = """mov.u32 %r2, buf;
 mov.u32 %r3, bar;

@@ -157,9 +157,9 @@ class Machine:
             table = self.program.line_sources = {i.line: self.program.source_of(i) for i in self.program.flat.instrs}
         return table.get(line, "")
 
-    def conflict(self, hit, w, ins, space: str, cta, granule: int, lines) -> None:
-        kind, _ = hit
-        other = int(lines[granule])
+    def conflict(self, hit, w, ins, space: str, cta, granule: int) -> None:
+        """Report a shadow's finding (kind, index of `granule`, PTX line of the other access)."""
+        kind, _, other = hit
         place = {
             "shared": lambda: f"shared memory byte {granule * 4} of CTA rank {cta.rank}",
             "tmem": lambda: f"tensor memory lanes {granule // 512 * 16}..{granule // 512 * 16 + 15}, column {granule % 512}",
