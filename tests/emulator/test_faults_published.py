@@ -1,8 +1,8 @@
 """Mutants of published kernels (FlashAttention-4, cudnn's sparse attention, quack's GEMMs): see fault_cases_published.py.
 
-A kernel is compiled once by its own package; the unmutated PTX and then each mutant run on that launch's arguments under the
-eager, lazy and random schedules. The PTX lines must be those that the cases name where the packages are those that they were
-found with. Skipped, with the reason, where a package is not installed.
+A kernel is compiled once by its own package; the unmutated PTX and then each mutant run on that launch's arguments: under one
+schedule each, taken in turn from those that report it, at night under all of them. The PTX lines must be those that the cases name
+where the packages are those that they were found with. Skipped, with the reason, where a package is not installed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,21 @@ KERNELS = {
 }
 
 
+def turn(mutant) -> str:
+    """The schedule of a mutant by day."""
+    same = [m for m in MUTANTS + SILENT if m.kernel == mutant.kernel]
+    return mutant.schedules[same.index(mutant) % len(mutant.schedules)]
+
+
+def by_day(mutant, schedule: str):
+    """The mark of one case: by default the smallest kernel under the eager schedule, in CI also every mutant's turn."""
+    if mutant.kernel == "quack1" and schedule == "eager":
+        return None
+    return pytest.mark.full if turn(mutant) == schedule else pytest.mark.nightly
+
+
 @functools.cache
-def outcomes(kernel: str, schedules: tuple[str, ...]) -> dict:
+def outcomes(kernel: str, which: str) -> dict:
     """{(mutant name or "", schedule): (PTX text, line edited, hazards)}; where a mutant's pattern does not match, its
     AssertionError. The kernel is compiled once."""
     packages, call = KERNELS[kernel]
@@ -47,9 +60,12 @@ def outcomes(kernel: str, schedules: tuple[str, ...]) -> dict:
     results = {}
 
     def backend(emulation, capture):
-        for schedule in schedules:
+        for schedule in SCHEDULES if which != "eager" else SCHEDULES[:1]:
             emulation.schedule = schedule
-            for mutant in [None, *(m for m in MUTANTS + SILENT if m.kernel == kernel and schedule in m.schedules)]:
+            mutants = [m for m in MUTANTS + SILENT if m.kernel == kernel and schedule in m.schedules]
+            if which == "in turn":
+                mutants = [m for m in mutants if by_day(m, schedule) is not pytest.mark.nightly]
+            for mutant in [None, *mutants]:
                 name = mutant.name if mutant else ""
                 try:
                     text, edited = mutant.edit(capture.ptx) if mutant else (capture.ptx, 0)
@@ -74,10 +90,10 @@ def outcomes(kernel: str, schedules: tuple[str, ...]) -> dict:
 @pytest.fixture
 def outcome(request):
     """outcome(kernel, name, schedule). Without --full only the eager schedule is run."""
-    full = request.config.getoption("--full") or request.config.getoption("--nightly")
+    which = "all" if request.config.getoption("--nightly") else "in turn" if request.config.getoption("--full") else "eager"
 
     def get(kernel: str, name: str, schedule: str = "eager"):
-        results = outcomes(kernel, SCHEDULES if full else SCHEDULES[:1])
+        results = outcomes(kernel, which)
         if "skip" in results:
             pytest.skip(results["skip"])
         result = results[name, schedule]
@@ -97,12 +113,12 @@ def as_pinned() -> bool:
 
 
 def cases(mutants):
-    """One case per mutant and schedule. By default the smallest kernel under the eager schedule."""
+    """One case per mutant and schedule."""
     for schedule in SCHEDULES:
         for m in mutants:
             if schedule in m.schedules:
-                marks = () if m.kernel == "quack1" and schedule == "eager" else pytest.mark.full
-                yield pytest.param(m, schedule, id=f"{m.kernel}-{m.name}-{schedule}", marks=marks)
+                mark = by_day(m, schedule)
+                yield pytest.param(m, schedule, id=f"{m.kernel}-{m.name}-{schedule}", marks=[mark] if mark else [])
 
 
 @pytest.mark.parametrize("kernel", ["quack1", *(pytest.param(k, marks=pytest.mark.full) for k in ("fa4", "cudnn64", "quack2"))])
