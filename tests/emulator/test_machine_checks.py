@@ -276,6 +276,12 @@ def test_mbarrier_misuse(body, kind):
     assert kind in kinds(record)
 
 
+@pytest.mark.parametrize("use", ["mbarrier.init.shared.b64 [%r2+4], 1;", "mbarrier.arrive.shared.b64 %d1, [%r2+4];"])
+def test_a_misaligned_mbarrier(use):
+    _, record, error = run("mov.u32 %r2, bars;\nsetp.ne.u32 %p1, %tx, 0;\n@%p1 bra S;\n" + use + "\nS:\n", shared=BARS, block=32)
+    assert kinds(record) == {"misaligned"} and "mbarrier at shared byte 1028, which is no multiple of 8" in str(error)
+
+
 def test_deadlock_report():
     body = mbar("mbarrier.init.shared.b64 [%r2], 3;\nmbarrier.arrive.shared.b64 %d1, [%r2];\n" + WAIT.format(bar="%r2", parity=0))
     text, record, error = run(body, shared=BARS, block=32)
@@ -437,6 +443,44 @@ def test_a_write_after_a_write_names_the_earlier_one():
                   "st.shared.u32 [%r2], 2;\nDONE:\n", shared=".shared .align 4 .b8 buf[64];")
     record = run_ptx(text, 1, 64, [np.zeros(4, np.uint32)])
     assert [{h.ptx_line, h.other_line} for h in record.hazards] == [{line_of(text, "[%r2], 1"), line_of(text, "[%r2], 2")}]
+
+
+def test_local_memory_that_nothing_wrote():
+    body = "mov.u32 %r2, loc;\nst.local.u16 [%r2], 1;\nld.local.u32 %r1, [%r2];\nld.local.u32 %r3, [%r2+4];\n"
+    text, record, error = run(body, shared=".local .align 8 .b8 loc[16];")
+    assert error is None
+    assert {(h.kind, h.ptx_line) for h in record.hazards} == {("uninitialised-local", line_of(text, "[%r2+4]"))}
+
+
+READ_BACK = """mov.u32 %r2, buf;
+setp.ne.u32 %p1, %tx, 0;
+@%p1 bra DONE;
+st.shared.u32 [%r2], 7;
+st.shared.u32 [%r2+4], 7;
+st.shared.u32 [%r2+8], 7;
+st.shared.u32 [%r2+12], 7;
+fence.proxy.async.shared::cta;
+cp.async.bulk.global.shared::cta.bulk_group [%a0], [%r2], 16;
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group 0;
+ld.global.u32 %r1, [%a0];
+st.global.u32 [%a0+64], %r1;
+DONE:
+"""
+
+
+@pytest.mark.parametrize("load", ["ld.global.u32", "ld.volatile.global.u32"])
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+def test_a_store_that_only_its_reads_were_waited_for(schedule, load):
+    """cp.async.bulk.wait_group.read frees the shared memory; what a thread then reads of the destination may be old, and is."""
+    for wait, clean in (("wait_group 0", True), ("wait_group.read 0", False)):
+        text = kernel(READ_BACK.replace("wait_group 0", wait).replace("ld.global.u32", load), shared=".shared .align 16 .b8 buf[16];")
+        out = np.zeros(64, np.uint32)
+        record = run_ptx(text, 1, 32, [out], schedule=schedule)
+        found = {(h.kind, h.ptx_line, h.other_line) for h in record.hazards}
+        race = ("race-read-after-write-global", line_of(text, load), line_of(text, "cp.async.bulk.global"))
+        assert found == (set() if clean else {race}) and out[0] == 7
+        assert out[16] == (7 if clean or schedule == "eager" else 0) or (schedule == "random" and not clean)
 
 
 # ---- what is under way when a CTA exits

@@ -186,6 +186,8 @@ def mbarrier_at(w, addr: int, ins, *, cluster: bool = True) -> MBarrier:
         cta = w.machine.peer(w, rank, ins)
     bar = cta.mbarriers.get(off)
     if bar is None:
+        if off % 8:
+            w.machine.fatal("misaligned", w, ins, f"mbarrier at shared byte {off}, which is no multiple of 8")
         w.machine.fatal(
             "mbarrier-uninitialised", w, ins, f"no mbarrier was initialised at shared byte {off} of CTA rank {cta.rank}"
         )
@@ -258,7 +260,9 @@ def _mb_init(ins: Instr):
         # Lanes of one instruction that write the same object alike count once.
         for where, n in dict.fromkeys(zip(a[m].tolist(), counts[m].tolist())):
             off = where & 0xFFFFFF
-            if off % 8 or off + 8 > w.cta.smem_limit or off < 1024:
+            if off % 8:
+                w.machine.fatal("misaligned", w, ins, f"mbarrier at shared byte {off}, which is no multiple of 8")
+            if off + 8 > w.cta.smem_limit or off < 1024:
                 w.machine.fatal("out-of-bounds-shared", w, ins, f"mbarrier at shared byte {off}")
             if not 1 <= n <= TX_LIMIT:
                 w.machine.report("mbarrier-count", w, ins, f"expected arrival count {n} (1..{TX_LIMIT})")
