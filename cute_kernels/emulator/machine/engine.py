@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Machine:
         self.sync_vars: dict = {}
         self.tensor_maps: dict = {}
         self.granule_cache: dict = {}
+        self.unwritten: deque = deque()  # stores that have read their shared memory only
         self.swizzles: dict[int, str] = {}  # PTX line of a tensor load -> its swizzle, if it has one
         self.cta_group = None
         self.tensor_cycles = 0.0
@@ -279,6 +280,16 @@ class Machine:
                 p.run()
         self.pending.remove(o)
         o.run()
+
+    def read_only(self, o) -> None:
+        """A store that a wait_group.read waits for: lazy schedules, and random ones at times, leave its write for later."""
+        if self.schedule == "eager" or (self.schedule == "random" and self.rng.random() < 0.5):
+            self.complete(o)
+            return
+        o.read_source()
+        self.unwritten.append(o)
+        if len(self.unwritten) > 64:  # each holds a copy of the shared memory
+            self.complete(self.unwritten.popleft())
 
     def cached_plan(self, planner, *args, **kwargs):
         """A datapath plan; illegal operands become errors that name the PTX line (raised by the caller's wrapper)."""

@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "race-write-after-write-*": ("default", "two writes in no order"),
     "proxy-fence": ("both", "an asynchronous access after a generic write, no fence.proxy.async between; strict: after a read too"),
     "uninitialised-shared": ("default", "a read of shared memory that nothing wrote"),
+    "uninitialised-local": ("default", "a read of a thread's local memory that the thread did not write"),
     "uninitialised-tmem": ("default", "a read of tensor memory that nothing wrote since its allocation"),
     "uninitialised-register": ("default", "an unwritten register reaches a store, branch, address or other unit"),
     "out-of-bounds-global": ("default", "an access outside every allocation; ends the launch"),

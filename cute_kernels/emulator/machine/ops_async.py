@@ -21,15 +21,22 @@ _FOUR = np.arange(4)
 class AsyncOp:
     """One asynchronous operation. `pipe`: operations with equal pipes complete in issue order; None: in any order."""
 
-    __slots__ = ("what", "ins", "warp", "pipe", "effect", "bars", "done", "marks")
+    __slots__ = ("what", "ins", "warp", "pipe", "effect", "bars", "done", "marks", "source")
 
     def __init__(self, what: str, ins: Instr, warp, pipe, effect, bars=()) -> None:
         self.what, self.ins, self.warp, self.pipe, self.effect, self.bars = what, ins, warp, pipe, effect, bars
         self.done = False
         self.marks: list[tuple[int, int]] = []  # (actor, tick) that waiting for the operation observes (wgmma)
+        self.source = None  # of a store: fn(shared memory) that writes, as long as the shared memory is not read
 
     def signals(self, bar: MBarrier) -> bool:
         return bar in self.bars
+
+    def read_source(self) -> None:
+        """A store reads its shared memory now; its write is still to come."""
+        write, data = self.source, self.warp.cta.smem.copy()
+        self.effect, self.source = lambda: write(data), None
+        self.warp.machine.events += 1
 
     def run(self) -> None:
         self.effect()
@@ -361,16 +368,16 @@ def _bulk(ins: Instr):
                 if n == 0:
                     continue
                 _check_range(w, w.cta, off, n, ins)
-                memory, cta = w.machine.memory, w.cta
+                memory = w.machine.memory
                 if memory.find(d, n) is None:
                     w.machine.fatal("out-of-bounds-global", w, ins, memory.describe(d, n))
 
-                def effect(n=n, d=d, off=off):
+                def effect(smem, n=n, d=d, off=off):
                     target = memory.bytes_at(d, n)
                     if reduce_op:
-                        target[:] = reduce_bytes(dtype, reduce_op, target.copy(), cta.smem[off : off + n].copy())
+                        target[:] = reduce_bytes(dtype, reduce_op, target.copy(), smem[off : off + n].copy())
                     else:
-                        target[:] = cta.smem[off : off + n]
+                        target[:] = smem[off : off + n]
 
                 _issue_store(
                     w,
@@ -474,7 +481,8 @@ def _issue_store(w, ins, g, addresses, nbytes: int, effect, what: str, atomic: b
         if not atomic:
             _global_access(w, addresses, nbytes, ins, True, writer, wclock)
         mark = [(reader, int(clock[0, reader])), (-writer, int(wclock[0, writer]))]
-    o = AsyncOp(what, ins, w, None, effect)
+    o = AsyncOp(what, ins, w, None, lambda: effect(w.cta.smem))
+    o.source = effect
     w.bulk_open.append((o, mark))
     w.machine.submit(o)
 
@@ -500,8 +508,9 @@ def _bulk_wait(ins: Instr):
         # .read: the sources may be reused; the groups stay, as a later wait may ask for the writes.
         late = list(w.bulk_groups)[: max(0, len(w.bulk_groups) - keep)]
         ops = [o for g, _ in late for o in g]
-        if any(not o.done for o in ops):
-            return Wait(lambda: all(o.done for o in ops), lambda: "cp.async.bulk group (reads)", ins.line, wants=lambda o: o in ops)
+        for o in ops:
+            if not o.done and o.source is not None:
+                w.machine.read_only(o)
         w.bulk_unread = [o for o in w.bulk_unread if o not in ops]
         if w.clock is not None:
             for _, marks in late:
@@ -599,12 +608,12 @@ def _bulk_tensor(ins: Instr):
                         w.machine.fatal("out-of-bounds-global", w, ins, "tensor map: " + memory.describe(a, plan.chunk_bytes))
                 g = fine_granules(plan.smem_granules, w.machine.granule_cache) if w.clock is not None else None
 
-                def effect(plan=plan):
+                def effect(smem, plan=plan):
                     # The last 16 bytes of a row pass the tensor's edge. Past its allocation too, that is no one's memory.
                     if reduce_op:
-                        plan.reduce(cta.smem, memory.update, reduce_op, memory.update_allocated)
+                        plan.reduce(smem, memory.update, reduce_op, memory.update_allocated)
                     else:
-                        plan.store(cta.smem, memory.write, memory.write_allocated)
+                        plan.store(smem, memory.write, memory.write_allocated)
 
                 _issue_store(w, ins, g, live, max(plan.chunk_bytes, 1), effect, "cp.async.bulk.tensor store", reduce_op is not None)
                 w.machine.bytes["tma-store"] += plan.gmem_bytes

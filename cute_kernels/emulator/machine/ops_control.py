@@ -141,6 +141,7 @@ def _call(ins: Instr):
             )
         for r in returns:
             w.local_bytes()[:, r.var.offset : r.var.offset + 4] = 0
+            w.local_written[:, r.var.offset : r.var.offset + 4] = True
 
     return False, run
 

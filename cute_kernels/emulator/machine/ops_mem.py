@@ -59,7 +59,10 @@ def check_shared_write(w, cta, off, total, ins) -> None:
         w.machine.report("mbarrier-overwritten", w, ins, "writes over a live mbarrier object")
 
 
-def check_global(w, alloc, addr: np.ndarray, total: int, ins, write: bool, *, actor=None, clock=None, proxy=False) -> None:
+def check_global(
+    w, alloc, addr: np.ndarray, total: int, ins, write: bool, *, actor=None, clock=None, proxy=False, strong=False
+) -> None:
+    """Races of an access to global memory. `strong`: a volatile, relaxed or acquire read, which races with asynchronous writes."""
     sh = alloc.shadow
     if sh is None:
         if not write:
@@ -88,11 +91,15 @@ def check_global(w, alloc, addr: np.ndarray, total: int, ins, write: bool, *, ac
     narrow = total < 4  # sub-word accesses of different actors to one granule are not told apart: no report
     wa, wc = sh.wa[g], sh.wc[g]
     bad = unordered(wa, wc)
+    if strong:
+        bad &= (wa & 4095) >= w.cta.cluster.nwarps
     if bad.any() and not narrow:
         k = int(bad.argmax())
         kind = "race-write-after-write" if write else "race-read-after-write"
         w.machine.conflict((kind, k, int(sh.wl[g[k]])), w, ins, "global", None, int(g[k]))
-    elif proxy and not bad.any():  # of the same cluster: what is known of another's does not tell generic writes that are fenced
+    if strong:
+        return
+    if proxy and not bad.any():  # of the same cluster: what is known of another's does not tell generic writes that are fenced
         other = wa & 4095
         bad = (wa >> 12 == uid) & (other < w.cta.cluster.nwarps) & (wc > clock[2][other])
         if bad.any():
@@ -309,7 +316,7 @@ def _ld(ins: Instr):
         addr = address(mem, "U")
 
         def ld_local(w, m, ins):
-            buf, idx = _local_elements(w, m, addr(w), total, shift, ins)
+            buf, idx = _local_elements(w, m, addr(w), total, shift, ins, False)
             sel = None if _is_full(w, m) else m
             _scatter(w, rows, sel, idx if sel is None else idx[sel], buf.view(code))
 
@@ -323,6 +330,8 @@ def _ld(ins: Instr):
             if strong:
                 for x in set(a.tolist()):
                     acquire_var(w, w.machine.sync_vars, x)
+                if alloc.shadow is not None and w.clock is not None:
+                    check_global(w, alloc, a, total, ins, False, strong=True)
             elif alloc.shadow is not None and w.clock is not None:
                 check_global(w, alloc, a, total, ins, False)
             _scatter(w, rows, sel, (a - np.uint64(alloc.origin)).astype(np.int64) >> shift, alloc.v[code])
@@ -351,7 +360,7 @@ def _ld(ins: Instr):
                     _scatter(w, rows, sel, off >> shift, cta.v[code])
                 w.machine.bytes["shared-load"] += total * int(mm.sum())
             else:
-                buf, idx = _local_elements(w, mm, a, total, shift, ins)
+                buf, idx = _local_elements(w, mm, a, total, shift, ins, False)
                 _scatter(w, rows, mm, idx[mm], buf.view(code))
 
     return False, ld_generic
@@ -366,13 +375,23 @@ def _generic_parts(w, m, a):
         yield kind, m & (top == kind), a
 
 
-def _local_elements(w, m, a, total: int, shift: int, ins):
-    """(all lanes' local memory as bytes, the index of every lane's element of 1 << shift bytes at address `a`)"""
+def _local_elements(w, m, a, total: int, shift: int, ins, write: bool):
+    """(all lanes' local memory as bytes, the index of every lane's element of 1 << shift bytes at address `a`)
+
+    A read of which some lane has written no byte is reported; of a part, it may be a structure's padding.
+    """
     buf = w.local_bytes()
     off = (a & a.dtype.type(0xFFFFFF)).astype(np.int64)
     if m.any() and int(off[m].max()) + total > buf.shape[1]:
         text = f"out-of-bounds local access at PTX line {ins.line}{w.machine.where(ins)}: byte {int(off[m].max())}"
         raise EmulationError(text)
+    if w.clock is not None:
+        where = np.flatnonzero(m)[:, None], off[m][:, None] + np.arange(total)
+        if write:
+            w.local_written[where] = True
+        elif not (touched := w.local_written[where].any(axis=1)).all():
+            at = int(off[m][int((~touched).argmax())])
+            w.machine.report("uninitialised-local", w, ins, f"reads local byte {at} that nothing wrote")
     return buf.reshape(-1), (np.arange(32) * buf.shape[1] + off) >> shift
 
 
@@ -460,7 +479,7 @@ def _st(ins: Instr):
         addr = address(mem, "U")
 
         def st_local(w, m, ins):
-            buf, idx = _local_elements(w, m, addr(w), total, shift, ins)
+            buf, idx = _local_elements(w, m, addr(w), total, shift, ins, True)
             put(w, buf.view(code), idx[m], m)
 
         return False, st_local
@@ -494,7 +513,7 @@ def _st(ins: Instr):
                     put(w, cta.v[code], off >> shift, sel)
                 w.machine.events += 1
             else:
-                buf, idx = _local_elements(w, mm, a, total, shift, ins)
+                buf, idx = _local_elements(w, mm, a, total, shift, ins, True)
                 put(w, buf.view(code), idx[mm], mm)
 
     return False, st_generic

@@ -85,7 +85,7 @@ class Warp:
         "cp_open", "cp_groups", "bulk_open", "bulk_groups", "bulk_unread", "tld", "tst", "maxreg", "role", "syncs", "lanes",
         "exited", "waits",
         "wg_open", "wg_groups", "cluster_arrivals", "cluster_waits", "cluster_lanes", "cluster_waited", "inits", "fenced",
-        "fence_clock", "unfenced", "in_pipe", "asked",
+        "fence_clock", "unfenced", "in_pipe", "asked", "local_written",
     )  # fmt: skip
 
     def __init__(self, machine, cta: CTA, index: int, nlanes: int) -> None:
@@ -104,7 +104,7 @@ class Warp:
         self.cache: dict = {}
         self.clock = None
         self.actor = cta.warp_base + index
-        self.local = None
+        self.local = self.local_written = None
         self.cp_open: list = []
         self.cp_groups: deque = deque()
         self.bulk_open: list = []
@@ -257,6 +257,7 @@ class Warp:
         if self.local is None:
             n = max(self.machine.program.flat.local_bytes, 8)
             self.local = np.full((32, (n + 15) // 16 * 16), 0xDE, np.uint8)
+            self.local_written = np.zeros(self.local.shape, np.bool_)
         return self.local
 
     # -- registers that may be read unwritten (see ptx.defined). Flags are bool[32], and [2, 32] by halves for 64-bit ones,
