@@ -586,7 +586,13 @@ def _atom(ins: Instr):
     addr = address(mem, "U" if shared else "X")
 
     def apply_bytes(w, m, lane, view: np.ndarray):
-        """view: uint8[total] in memory."""
+        """view: uint8[total] in memory. An atomic that leaves it as it was is no event: many fail until another warp acts."""
+        before = view.tobytes()
+        change(w, m, lane, view)
+        if view.tobytes() != before:
+            w.machine.events += 1
+
+    def change(w, m, lane, view: np.ndarray):
         if t == "b128":
             old = view.view(np.uint64).copy()
             new = gets_q(w)
@@ -657,7 +663,6 @@ def _atom(ins: Instr):
                     apply_bytes(w, m, lane, alloc.v["u1"][start : start + total])
                 for y in dict.fromkeys(x.tolist()):
                     release_var(w, w.machine.sync_vars, y)
-        w.machine.events += 1
         w.machine.bytes["atomic"] += total * len(lanes)
 
     def atom(w, m, ins):
