@@ -373,10 +373,12 @@ def test_wrong_arch_is_refused():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"arch": "sm_80"}, {"schedule": "fast"}, {"checks": "all"}, {"sm_count": 0}], ids=str
+    "arguments",
+    [{"arch": "sm_80"}, {"schedule": "fast"}, {"checks": "all"}, {"sm_count": 0}, {"seed": "x"}, {"seed": -1}],
+    ids=str,
 )
 def test_bad_arguments(arguments):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be "):
         with emulate(**arguments):
             pass
     assert not is_installed()

@@ -133,8 +133,8 @@ def emulate(
         raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
     if checks not in CHECKS:
         raise ValueError(f"checks must be one of {CHECKS}, got {checks!r}")
-    if not hasattr(seed, "__index__"):
-        raise TypeError(f"seed must be an integer, got {seed!r}")
+    if not hasattr(seed, "__index__") or seed < 0:
+        raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
     emulation = Emulation(arch, schedule, int(seed), checks, pretend_cuda)
     if sm_count is not None:
         emulation.set_sm_count(sm_count)
