@@ -47,6 +47,10 @@ def __getattr__(name: str):
     raise AttributeError(f"module 'cute_kernels' has no attribute {name!r}")
 
 
+def __dir__():
+    return sorted({*globals(), *__all__, "integrations", "jit"})
+
+
 if _os.environ.get("CUTE_KERNELS_JIT") == "import":
     from cute_kernels.jit import on_import as _on_import
 

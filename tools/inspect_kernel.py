@@ -19,6 +19,7 @@ import argparse
 import ast
 import json
 import re
+import signal
 import sys
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
@@ -194,4 +195,5 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # into `head`
     sys.exit(main())

@@ -82,19 +82,19 @@ _tracing = torch._C._get_tracing_state
 
 
 def unobserved() -> bool:
-    """Whether a call with plain tensors would reach its kernel through torch's dispatcher unchanged and unseen: no tracing, no
-    mode, no transform, no profiler. Then a Python function may call the implementation itself: 5 us less."""
-    return not (
-        _is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None or _profiling()
-        or _tracing() is not None
-    )  # fmt: skip
+    """Whether a call with `plain` tensors would reach its kernel through torch's dispatcher unchanged and unseen: no compilation,
+    mode or profiler. Then a Python function may call the implementation itself: 5 us less."""
+    return not (_is_compiling() or _dispatch_modes() or _function_modes() or _profiling())
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def plain(*tensors: Tensor | None) -> bool:
-    """Whether the dispatcher would hand these on as they are: dense, on a CPU or a CUDA device, no subclass, nothing lazy."""
+    """Whether the dispatcher would hand these on as they are: dense, on a CPU or a CUDA device, no subclass, nothing lazy, and
+    neither a transform nor a tracer at work (what `same_layouts` sees too)."""
+    if _transforms() is not None or _tracing() is not None:
+        return False
     for t in tensors:
         if t is not None and (
             type(t) not in _PLAIN_TYPES or not (t.is_cuda or t.is_cpu) or t.layout is not torch.strided or t.is_neg()
@@ -154,6 +154,14 @@ def check_given(op: str, **tensors: object) -> None:
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             fail(op, name, "be a torch.Tensor", type(t).__name__, TypeError)
+
+
+def check_kinds(op: str, reals: dict[str, object], integers: dict[str, object]) -> None:
+    """What must be a number, or a thing that converts to one. The dispatcher would name it in a RuntimeError."""
+    for numbers, method, text in ((reals, "__float__", "be a number"), (integers, "__index__", "be an integer")):
+        for name, x in numbers.items():
+            if not hasattr(type(x), method):
+                fail(op, name, text, type(x).__name__, TypeError)
 
 
 def check_tensor(

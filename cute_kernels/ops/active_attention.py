@@ -143,7 +143,10 @@ def _given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
 def _repeat(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink):
     """The results, if the latest call with these numbers and options had the same layouts, else None."""
     by_int, no_sink, grad = type(kv_len) is int, attn_sink is None, torch.is_grad_enabled()
-    found = latest.get((op, sm_scale, causal, window_left, softcap, by_int, no_sink, grad, pushed_target()))
+    try:
+        found = latest.get((op, sm_scale, causal, window_left, softcap, by_int, no_sink, grad, pushed_target()))
+    except TypeError:  # what cannot be hashed is no number: the long way names it
+        return None
     if found is None:
         return None
     same, plan = found
@@ -249,6 +252,11 @@ _seq_lens = torch.ops.cute_kernels.active_attention.seq_lens
 _append = torch.ops.cute_kernels.active_attention_append.default
 
 
+def _check_kinds(op, sm_scale, window_left, softcap) -> None:
+    reals = dict(softcap=softcap) if sm_scale is None else dict(softcap=softcap, sm_scale=sm_scale)
+    c.check_kinds(op, reals, dict(window_left=window_left))
+
+
 def _plain_options(sm_scale, causal, window_left, softcap, attn_sink) -> bool:
     """Whether the dispatcher would pass these on as they are."""
     return (
@@ -303,8 +311,11 @@ def active_attention(
         if results is not None:
             return results
         c.check_given(_OP, q=q, k_cache=k_cache, v_cache=v_cache)
+        _check_kinds(_OP, sm_scale, window_left, softcap)
+        if not hasattr(type(kv_len), "__index__"):
+            c.fail(_OP, "kv_len", "be an int or an int32 tensor", type(kv_len).__name__, TypeError)
         if (
-            kv_len is not None and c.plain(q, k_cache, v_cache, None if type(kv_len) is int else kv_len)
+            c.plain(q, k_cache, v_cache, None if type(kv_len) is int else kv_len)
             and _plain_options(sm_scale, causal, window_left, softcap, attn_sink)
         ):  # fmt: skip
             return _run(_latest, *args)
@@ -343,6 +354,7 @@ def active_attention_append(
         if results is not None:
             return results
         c.check_given(_APPEND, q=q, k_new=k_new, v_new=v_new, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len)
+        _check_kinds(_APPEND, sm_scale, window_left, softcap)
         if (
             c.plain(q, k_new, v_new, k_cache, v_cache, kv_len)
             and _plain_options(sm_scale, causal, window_left, softcap, attn_sink)

@@ -19,6 +19,7 @@ from cute_kernels.jit.target import current_target
 # (operator family, architecture) -> module that holds the kernel, imported when first needed (it imports the DSL). It offers
 #   can_implement(**arguments) -> str | None      None, or why this case is not supported: a function of shapes, strides, dtypes and
 #                                                 options alone, since its answer is kept; not of addresses or of a length
+#   kernel_name(**arguments)                       optional: which of its kernels runs; else the module's name
 #   launch(**arguments, **outputs)                 writes the outputs on the current stream
 #   prepare(**arguments, target=)                  optional (group_topk: always): a function for all calls of these layouts and
 #                                                  options, on the current stream; what it takes is told at each _plan
@@ -66,7 +67,8 @@ def select(family: str, device: torch.device, target: Any | None, arguments: dic
             module = importlib.import_module(path)
             unsupported = module.can_implement(**arguments)
             if unsupported is None:
-                return module, f"{target.arch}:{path.rsplit('.', 1)[-1]}"
+                name = module.kernel_name(**arguments) if hasattr(module, "kernel_name") else path.rsplit(".", 1)[-1]
+                return module, f"{target.arch}:{name}"
             reason = f"{family} on {target.arch}: {unsupported}"
         if kind == "cpu":
             raise NoKernelError(reason)

@@ -188,4 +188,6 @@ def group_topk(
     if (max_union is None or type(max_union) is int) and _direct(indices, s_kv, group_size, topk_length, cu_seqlens_q):
         return _run(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union, True)
     c.check_given(_OP, indices=indices)
+    if not torch.compiler.is_compiling():
+        c.check_kinds(_OP, {}, dict(s_kv=s_kv, group_size=group_size))
     return _default(indices, s_kv, group_size, topk_length, cu_seqlens_q, max_union)

@@ -125,7 +125,10 @@ def _launch(plan, q, kv, indices, attn_sink, topk_length, head_group_mask, out):
 def _repeat(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size):
     """The results, if the latest call with these numbers and options had the same layouts, else None."""
     no_sink, no_length, no_mask = attn_sink is None, topk_length is None, head_group_mask is None
-    found = latest.get((sm_scale, d_v, head_group_size, no_sink, no_length, no_mask, torch.is_grad_enabled(), pushed_target()))
+    try:
+        found = latest.get((sm_scale, d_v, head_group_size, no_sink, no_length, no_mask, torch.is_grad_enabled(), pushed_target()))
+    except TypeError:  # what cannot be hashed is no number: the long way names it
+        return None
     if found is None:
         return None
     same, plan = found
@@ -273,18 +276,23 @@ def sparse_prefill(
     The formula is FlashMLA's sparse prefill (natural-log statistics since January 2026); head_group_mask is its grouped form.
     """
     args = q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size
-    if out is not None:
-        return out, *_out(*args, out=out)
-    if not c.unobserved():
+    if c.unobserved():
+        if out is None:
+            results = _repeat(_latest, *args)
+            if results is not None:
+                return results
+        c.check_given(_OP, q=q, kv=kv, indices=indices)
+        c.check_kinds(_OP, dict(sm_scale=sm_scale), dict(d_v=d_v, head_group_size=head_group_size))
+        # Numbers of other types than the schema's are the dispatcher's to convert, tensors of other types to hand on.
+        if (
+            out is None and type(sm_scale) is float and type(d_v) is int and type(head_group_size) is int
+            and c.plain(q, kv, indices, attn_sink, topk_length, head_group_mask)
+        ):  # fmt: skip
+            return _run(_latest, *args, None)
+    if out is None:
         return _default(*args)
-    results = _repeat(_latest, *args)
-    if results is not None:
-        return results
-    c.check_given(_OP, q=q, kv=kv, indices=indices)
-    # Numbers of other types than the schema's are the dispatcher's to convert or refuse, tensors of other types to hand on.
-    if (
-        type(sm_scale) is float and type(d_v) is int and type(head_group_size) is int
-        and c.plain(q, kv, indices, attn_sink, topk_length, head_group_mask)
-    ):  # fmt: skip
-        return _run(_latest, *args, None)
-    return _default(*args)
+    if torch.compiler.is_compiling() and not out.is_contiguous():  # Dynamo takes no such out= of any operator
+        c.check_tensor(_OP, "out", out, (torch.bfloat16,), (*q.shape[:2], d_v), q.device, "[s_q, h_q, d_v]")
+        result, *stats = _default(*args)
+        return out.copy_(result), *stats
+    return out, *_out(*args, out=out)

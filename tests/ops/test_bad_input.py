@@ -288,6 +288,21 @@ def test_what_is_no_tensor_is_named(call, make, name, value):
         call(**inputs | {name: value})
 
 
+KINDS = [
+    (sparse, ck.sparse_prefill, "sm_scale", None), (sparse, ck.sparse_prefill, "head_group_size", 16.0),
+    (active, ck.active_attention, "kv_len", 5.0), (active, ck.active_attention, "kv_len", None),
+    (active, ck.active_attention, "sm_scale", "1"), (active, ck.active_attention, "window_left", 1.0),
+    (appended, ck.active_attention_append, "softcap", [1.0]), (group, ck.group_topk, "s_kv", None),
+    (group, ck.group_topk, "group_size", 4.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make,call,name,value", KINDS, ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", repr(x)))
+def test_what_is_no_number_is_named(make, call, name, value):
+    with pytest.raises(TypeError, match=rf"{name} must be an? (number|integer|int or an int32 tensor), got {type(value).__name__}"):
+        call(**make(**{name: value}))
+
+
 def test_head_group_size_is_checked_without_a_mask_too():
     inputs = oracles.sparse_inputs(2, 5, 20, 8, 576)
     with pytest.raises(ValueError, match="head_group_size must be a power of two from 1 to 128, got 12"):

@@ -106,3 +106,12 @@ def test_a_python_call_passes_the_dispatcher_wherever_something_watches():
         fake = ck.sparse_prefill(*(mode.from_tensor(i[name]) for name in ("q", "kv", "indices")), 0.5)
     assert all(isinstance(t, torch._subclasses.FakeTensor) for t in fake)
     assert all(torch.equal(a, b) for a, b in zip(want, got))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_kernel_that_runs_is_named(arch):
+    for q_len, name in ((1, "decode"), (4096, "prefill")):
+        q = torch.empty(1, 4, q_len, 64, dtype=torch.bfloat16)
+        k = torch.empty(1, 1, 5000, 64, dtype=torch.bfloat16)
+        _, backend = dispatch.select("active_attention", q.device, Target(arch, 132), dict(q=q, k_cache=k, v_cache=k, kv_len=5000))
+        assert backend == f"{arch}:{name}"

@@ -207,6 +207,20 @@ def test_no_tokens_compile(fresh_graphs):
     assert ck.sparse_prefill(empty, kv, torch.zeros(0, 1, 9, dtype=torch.int32), 0.3)[0].shape == (0, 16, 512)
 
 
+def test_an_out_with_strides_compiles():
+    q, kv = torch.randn(3, 4, 576).bfloat16(), torch.randn(50, 1, 576).bfloat16()
+    indices = torch.randint(0, 50, (3, 1, 20), dtype=torch.int32)
+
+    def step(q, kv, indices, wide):
+        return ck.sparse_prefill(q, kv, indices, 0.07, out=wide[:, :4])
+
+    want, got = torch.zeros(3, 6, 512).bfloat16(), torch.zeros(3, 6, 512).bfloat16()
+    results = step(q, kv, indices, want)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, kv, indices, got)
+    assert torch.equal(got, want) and all(torch.equal(a, b) for a, b in zip(compiled, results))
+    assert compiled[0].untyped_storage().data_ptr() == got.untyped_storage().data_ptr()
+
+
 def test_last_backend_says_reference():
     q, k, v = caches()
     ck.active_attention(q, k, v, 4)

@@ -42,6 +42,11 @@ class Variant(NamedTuple):
     device_length: bool
 
 
+def kernel_name(*, q: Tensor, k_cache: Tensor, **_: Any) -> str:
+    """Which kernel `launch` takes for these arguments."""
+    return "prefill" if q.numel() and prefill.suits(q.shape[2], q.shape[1] // k_cache.shape[1]) else "decode"
+
+
 def can_implement(
     q: Tensor,
     k_cache: Tensor,

@@ -84,6 +84,11 @@ def can_implement(
     return None
 
 
+def kernel_name(*, q: Tensor, k_cache: Tensor, **_: Any) -> str:
+    """Which kernel `prepare` takes for these arguments."""
+    return "prefill" if q.numel() and prefill.suits(q.shape[2], q.shape[1], k_cache.shape[1]) else "decode"
+
+
 def choose(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_len: int | Tensor, causal: bool, window_left: int, softcap: float,
     attn_sink: Tensor | None, k_new: Tensor | None, v_new: Tensor | None,
@@ -267,7 +272,7 @@ def prepare(
     layout = ("q", "k_cache", "v_cache", "kv_len", "causal", "window_left", "softcap", "attn_sink", "k_new", "v_new")
     chosen = variant or choose(*(arguments[name] for name in layout))
     plan = ready(_Plan(chosen, arguments, outputs or output_layouts(q), target), q.device, target)
-    if variant is None and prefill.suits(q.shape[2], q.shape[1], k_cache.shape[1]):
+    if variant is None and kernel_name(q=q, k_cache=k_cache) == "prefill":
         return prefill.prepare(target=target, otherwise=plan, **arguments)
     return plan
 
