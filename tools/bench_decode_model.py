@@ -430,7 +430,7 @@ def main() -> int:
         return 0
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        pairs = [(v, m) for m in ("compile", "layers", "graph", "eager") if m in args.modes for v in args.variants]
+        pairs = [(v, m) for m in ("eager", "graph", "layers", "compile") if m in args.modes for v in args.variants]
         pairs = [pair for pair in pairs if pair != ("slice", "graph")]
         for i in range(0, len(pairs), MOST_PROCESSES):
             rows += run_together([Run(args, *pair, Path(folder)) for pair in pairs[i : i + MOST_PROCESSES]], args.timeout)
