@@ -552,6 +552,32 @@ def test_a_proxy_fence_of_another_space(space, found):
     assert {(h.kind, h.ptx_line) for h in record.hazards} == want
 
 
+@pytest.mark.parametrize("arrivals", [1, 2])
+def test_a_phase_begun_at_exit(arrivals):
+    body = "mov.u32 %r2, bar;\nsetp.ne.u32 %p1, %tx, 0;\n@%p1 bra DONE;\nmbarrier.init.shared::cta.b64 [%r2], 2;\n"
+    body += "mbarrier.arrive.shared::cta.b64 _, [%r2];\n" * arrivals + "DONE:\n"
+    for checks in ("default", "strict"):
+        text, record, error = run(body, shared=".shared .align 8 .b64 bar;", checks=checks)
+        found = {(h.kind, h.ptx_line) for h in record.hazards}
+        begun = checks == "strict" and arrivals == 1
+        assert error is None and found == ({("mbarrier-arrivals-at-exit", line_of(text, "mbarrier.init"))} if begun else set())
+
+
+def test_a_commit_by_a_thread_that_issued_nothing():
+    """Lane 1 commits what lane 0 issued: on hardware that commit tracks nothing."""
+    from faults import KERNELS
+
+    kernel = KERNELS["cp_a"]
+    alone = "setp.ne.u32 %p, %me, 0;\n    @%p bra ISSUED;"
+    text = kernel.text().replace(alone, "setp.gt.u32 %p, %me, 1; @%p bra ISSUED;\n    setp.ne.u32 %p, %me, 0;")
+    for op in ("cp", "mma", "commit"):
+        text = text.replace(f"    tcgen05.{op}.", f"    @!%p tcgen05.{op}.")
+    assert kernel.run(text).hazards == []
+    text = text.replace("@!%p tcgen05.commit", "@%p tcgen05.commit").replace("@%p tcgen05.commit", "@!%p tcgen05.commit", 1)
+    found = {(h.kind, h.ptx_line) for h in kernel.run(text).hazards}
+    assert found == {("tcgen05-commit", line_of(text, "@%p tcgen05.commit"))}
+
+
 # ---- what the ISA pipelines in one tensor pipe (9.7.16.6.2)
 @pytest.mark.parametrize(
     "earlier, later, ordered",

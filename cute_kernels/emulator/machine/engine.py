@@ -475,6 +475,8 @@ class Machine:
                 if bar.tx != 0:
                     # Bytes expected and never sent are strict only: the tail of NVIDIA's TMA pipelines expects once more.
                     self.report("mbarrier-tx-at-exit", w, _At(bar.line, last), f"at exit, {bar.describe()}", default=bar.tx < 0)
+                elif bar.pending != bar.expected:
+                    self.report("mbarrier-arrivals-at-exit", w, _At(bar.line, last), f"at exit, {bar.describe()}", default=False)
             for k in range(0, len(cta.warps), 4):
                 group = [[n for n, _ in w.asked] for w in cta.warps[k : k + 4]]
                 if any(asked != group[0] for asked in group):

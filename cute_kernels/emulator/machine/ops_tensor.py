@@ -305,6 +305,7 @@ def _mma(ins: Instr):
         lane = int(m.argmax())
         if m.sum() != 1:
             machine.report("mma-many-threads", w, ins, f"issued by {int(m.sum())} threads of the warp (one must)")
+        w.issued[lane] = ins.line
         if zero_mask is not None and zero_mask(w, m):
             raise EmulationError(f"PTX line {ins.line}: zero-column-mask of tcgen05.mma.ws is not supported")
         disable = 0
@@ -357,6 +358,7 @@ def _cp(ins: Instr):
 
         machine = w.machine
         _one_group(w, group, ins)
+        w.issued[int(m.argmax())] = ins.line
         plan = machine.cached_plan(plan_cp, shape, multicast, decompress, get_desc(w, m), get_t(w, m))
         for text in plan.lints:
             machine.report("descriptor-layout", w, ins, text)
@@ -386,6 +388,7 @@ def _shift(ins: Instr):
     def shift(w, m, ins):
         from ..datapath.tmem import plan_shift
 
+        w.issued[int(m.argmax())] = ins.line
         plan = w.machine.cached_plan(plan_shift, get_t(w, m))
         actor = clock = None
         if w.clock is not None:
@@ -410,6 +413,12 @@ def _commit(ins: Instr):
         machine = w.machine
         _one_group(w, group, ins)
         addr = get_bar(w, m)
+        lane = int(m.argmax())
+        if w.issued and lane not in w.issued:
+            other, line = next(iter(w.issued.items()))
+            text = f"by lane {lane}, which issued nothing: a commit tracks its own thread's operations, not those of lane {other}"
+            machine.report("tcgen05-commit", w, ins, text, other_line=line)
+        w.issued.pop(lane, None)
         if multicast:
             mask = get_mask(w, m)
             bars = [mbarrier_at(w, r << 24 | (addr & 0xFFFFFF), ins) for r in range(len(w.cta.cluster.ctas)) if mask >> r & 1]

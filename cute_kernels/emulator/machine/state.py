@@ -85,7 +85,7 @@ class Warp:
         "cp_open", "cp_groups", "bulk_open", "bulk_groups", "bulk_unread", "tld", "tst", "maxreg", "role", "syncs", "lanes",
         "exited", "waits",
         "wg_open", "wg_groups", "cluster_arrivals", "cluster_waits", "cluster_lanes", "cluster_waited", "inits", "fenced",
-        "fence_clock", "unfenced", "in_pipe", "asked", "local_written",
+        "fence_clock", "unfenced", "in_pipe", "asked", "local_written", "issued",
     )  # fmt: skip
 
     def __init__(self, machine, cta: CTA, index: int, nlanes: int) -> None:
@@ -128,6 +128,7 @@ class Warp:
         if machine.checking:
             self.clock = np.zeros((5, cta.cluster.nactors), np.int32)
             self.clock[0, self.actor] = 1
+        self.issued: dict[int, int] = {}  # lane -> PTX line of its last tcgen05.mma, cp or shift since its last commit
         self.in_pipe: dict = {}  # tick -> (kind, cta_group, shape) of the operations of its tensor pipe (strict only)
         self.tpipe = cta.cluster.nwarps + self.actor  # actor of the tensor pipe this warp issues to
         self.lpipe = 2 * cta.cluster.nwarps + self.actor  # actor of its tcgen05.ld/st
