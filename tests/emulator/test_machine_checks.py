@@ -328,6 +328,13 @@ def test_a_spin_without_effect_is_found_out(schedule, checks, load):
         assert record.counters.total < 50_000
 
 
+@pytest.mark.parametrize("clock", ["%clock64", "%globaltimer"])
+def test_a_loop_that_waits_for_a_moment_ends(clock):
+    body = f"mov.u64 %d1, {clock};\nL: mov.u64 %d2, {clock};\nsub.u64 %d3, %d2, %d1;\nsetp.lt.u64 %p1, %d3, 100000;\n@%p1 bra L;\n"
+    _, record, error = run(body, block=32)
+    assert error is None and record.hazards == [] and record.counters.opcodes["sub.u64"] == 100000 // 32
+
+
 @pytest.mark.parametrize("schedule", ["eager", "lazy"])
 def test_a_long_loop_is_no_spin(schedule):
     """Registers alone change for 120 rounds; and a flag that another warp sets after that is seen."""
