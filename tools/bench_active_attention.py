@@ -5,11 +5,10 @@
     python tools/bench_active_attention.py --shapes 1x400,32x4096,1x2048x2048 --peers sdpa,fa3 --host
     python tools/bench_active_attention.py --read out.csv --plot out.png
 
-Method. Cold L2: one CUDA graph calls the operator once on each of n distinct caches, n * active bytes at least 4 x the L2 cache
-(at most --max-caches, so short lengths stay warmer; the column `cold` says which) and n at least --min-caches, because starting
-the graph is timed too: with 2 calls in it half of that counts as a call's. Median over rounds x replays, all implementations
-interleaved within a round; no programmatic launch overlap. `host` is the time of one eager call without a graph, measured while
-the GPU keeps up.
+Method. Cold L2: one CUDA graph calls the operator on n distinct caches in turn, n * active bytes at least 4 x the L2 cache (at
+most --max-caches, so short lengths stay warmer; the column `cold` says which), each as often as it takes for --min-calls calls,
+because starting the graph, 5 us on an H200, is timed too. Median over rounds x replays, all implementations interleaved within a
+round; no programmatic launch overlap. `host` is the time of one eager call without a graph, measured while the GPU keeps up.
 
 Peers (those that are installed): SDPA on the sliced cache with enable_gqa; SDPA over the full capacity with a mask and repeated
 heads (`sdpa_full`, only on request: its time grows with the capacity); FlashAttention-3's flash_attn_with_kvcache (package
@@ -38,7 +37,8 @@ class Case:
         row = 2 * batch * a.kv_heads * a.dim * 2
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
         self.active = row * length
-        self.n = min(a.max_caches, max(a.min_caches, -(-4 * l2 // self.active)))
+        self.n = min(a.max_caches, max(2, -(-4 * l2 // self.active)))
+        self.calls = self.n * -(-a.min_calls // self.n)
         self.cold = self.n * self.active >= 4 * l2
         self.capacity = max(length, a.capacity)
         dtype = torch.bfloat16 if a.dtype == "bf16" else torch.float16
@@ -183,7 +183,7 @@ def build(case, names, a):
     return calls
 
 
-def capture(call, n):
+def capture(call, n, calls):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for i in range(min(3, n)):
@@ -191,8 +191,8 @@ def capture(call, n):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for i in range(n):
-            call(i)
+        for i in range(calls):
+            call(i % n)
     graph.replay()
     torch.cuda.synchronize()
     return graph
@@ -200,7 +200,7 @@ def capture(call, n):
 
 def device_times(calls, case, a):
     """name -> microseconds per call: median over rounds and replays, interleaved."""
-    graphs = {name: capture(call, case.n) for name, call in calls.items()}
+    graphs = {name: capture(call, case.n, case.calls) for name, call in calls.items()}
     samples = {name: [] for name in calls}
     for _ in range(a.rounds):
         for name, graph in graphs.items():
@@ -211,7 +211,7 @@ def device_times(calls, case, a):
                 graph.replay()
                 end.record()
                 end.synchronize()
-                samples[name].append(begin.elapsed_time(end) * 1e3 / case.n)
+                samples[name].append(begin.elapsed_time(end) * 1e3 / case.calls)
     return {name: statistics.median(x) for name, x in samples.items()}
 
 
@@ -239,7 +239,7 @@ def main():
     p.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")
     p.add_argument("--capacity", type=int, default=0, help="allocate at least this many rows per cache")
     p.add_argument("--max-caches", type=int, default=512)
-    p.add_argument("--min-caches", type=int, default=16)
+    p.add_argument("--min-calls", type=int, default=64, help="calls in a timed graph")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--replays", type=int, default=10)
     p.add_argument("--sweep", help="variants of ours: FIELD=N,FIELD=N;... (fields of decode.Variant, and device=1)")

@@ -147,8 +147,13 @@ def atom_inc_acq_rel(addr, last, *, loc=None, ip=None) -> Int32:
 # ---- global to shared memory -------------------------------------------------------------------------------------
 @dsl_user_op
 def cp_async_16(to, addr, *, loc=None, ip=None) -> None:
-    """16 bytes of global memory to shared memory, past L1, without waiting."""
-    _asm("cp.async.cg.shared.global [$0], [$1], 16;", "", [_v(to, loc, ip), _v(addr, loc, ip)], "r,l", True, loc, ip)
+    """16 bytes of global memory, read once, to shared memory, past L1, without waiting. L2 is to drop these lines first (the policy
+    is what createpolicy.fractional.L2::evict_first makes)."""
+    _asm(
+        "{\n.reg .b64 policy;\nmov.b64 policy, 0x12F0000000000000;\n"
+        "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, policy;\n}",
+        "", [_v(to, loc, ip), _v(addr, loc, ip)], "r,l", True, loc, ip,
+    )  # fmt: skip
 
 
 @dsl_user_op

@@ -4,16 +4,17 @@ The split size depends on the number of visible keys and on compile-time constan
 the number of SMs. Hence a row's partial sums and the order in which they are merged, and with them its result bit for bit, are the
 same alone and inside any batch, and for an int and a device length.
 
-At most `cap` splits up to 1024 keys, 2 * cap up to 8192, 4 * cap beyond. With 8 KV heads and cap 8, one sequence on an H200 gets 64
-CTAs for 1024 keys (more splits gained nothing there, 5.6 us either way, and cost a batch of 8 a quarter of its time: 19.4 against
-14.9 us), 128 for 4096 (9.8 us, with 64 CTAs 12.0), 256 for 32768 (37.9 us, with 128 CTAs 43.1).
+At most `cap` splits up to 1024 keys, 2 * cap up to 8192, `top` * cap beyond. With 8 KV heads and cap 8, one sequence on an H200
+gets 64 CTAs for 1024 keys (more splits gained nothing there, 5.6 us either way, and cost a batch of 8 a quarter of its time: 19.4
+against 14.9 us), 128 for 4096 (9.8 us, with 64 CTAs 12.0) and for 32768 (35.6 us, with 256 CTAs 39.2: the splits' merge, which
+nothing overlaps, takes as long as there are splits).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-TIERS = (1024, 8192)  # up to the first: cap splits, up to the second: twice, beyond: four times as many
+TIERS = (1024, 8192)  # up to the first: cap splits, up to the second: twice, beyond: `top` times as many
 
 
 def split_cap(kv_heads: int) -> int:
@@ -28,17 +29,24 @@ def _ceil_div(n: Any, divisor: int) -> Any:
     return (n + (divisor - 1)) // divisor
 
 
+def top(tile: int, cap: int) -> int:
+    """Times `cap`, the most splits of long sequences: two for Hopper's tile of one token (128 CTAs with 4 to 32 KV heads); else,
+    and for one or two KV heads, four."""
+    return 2 if tile == 64 and cap < 32 else 4
+
+
 def split_size(keys: Any, tile: int, cap: int, select: Any = None) -> Any:
     """Keys per split: the smallest multiple of `tile` that needs no more splits than allowed.
 
     `keys` is an int, or a DSL Int32 with `select(condition, a, b)` to choose between two.
     """
     one = _ceil_div(keys, tile * cap)
-    two, four = (one + 1) >> 1, (one + 3) >> 2
+    two = (one + 1) >> 1
+    long = two if top(tile, cap) == 2 else (one + 3) >> 2
     if select is None:
-        units = one if keys <= TIERS[0] else two if keys <= TIERS[1] else four
+        units = one if keys <= TIERS[0] else two if keys <= TIERS[1] else long
     else:
-        units = select(keys <= TIERS[0], one, select(keys <= TIERS[1], two, four))
+        units = select(keys <= TIERS[0], one, select(keys <= TIERS[1], two, long))
     return tile * units
 
 
@@ -49,5 +57,5 @@ def split_count(keys: int, tile: int, cap: int) -> int:
 
 def split_bound(keys: int, tile: int, cap: int) -> int:
     """Largest split_count over all lengths from 0 to `keys`."""
-    most = cap if keys <= TIERS[0] else 2 * cap if keys <= TIERS[1] else 4 * cap
+    most = cap if keys <= TIERS[0] else 2 * cap if keys <= TIERS[1] else top(tile, cap) * cap
     return max(1, min(most, -(-keys // tile)))

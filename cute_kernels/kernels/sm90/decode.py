@@ -30,6 +30,8 @@ FEW = 64
 # More CTAs than this in a launch are replaced by ones that take several splits in a row: CTAs run in waves, and between two waves
 # the memory idles (batch 32, 4096 keys: 4096 CTAs 136.3 us, 2048 CTAs 130.7). The bits stay the same.
 TARGET_CTAS = 264
+# Beyond so many keys (or rows of a cache, for device lengths) one CTA an SM has all there is to do, and three ring slots a warp.
+LONG = 8192
 # Splits of one row tile that merge through the shared memory of a cluster, where the whole launch is so few clusters: q_len 2 over
 # 4096 keys 8.9 against 9.2 us, q_len 4 9.9 against 10.5; 400 keys 4.22 against 4.41. With 64 clusters (batch 8) it is 1.4 us
 # slower, and with more splits than a cluster has CTAs, 0.2 to 6 us.
@@ -127,8 +129,9 @@ def choose(
 def _common_variants(arch: str) -> tuple[Variant, ...]:
     """bf16, D 128, 4 query heads a KV head, 8 KV heads, one token, int and device lengths."""
     plain = Variant(True, 128, 4, True, 8, True, 4, 8, True, True, False, False, False, False, False, 0, 2, False, 0, TARGET_CTAS)
-    few, many = [{}, {"cluster": CLUSTER}], [{"stages": 1}, {"stages": 1, "chunked": True}, {"stages": 3, "chunked": True}]
-    return tuple(plain._replace(device_length=dev, **change) for dev in (False, True) for change in few + many)
+    few, many = [{}, {"cluster": CLUSTER}, {"stages": 3}], [{"stages": 1}, {"stages": 1, "chunked": True}]
+    changes = few + many + [{"stages": 3, "chunked": True}]
+    return tuple(plain._replace(device_length=dev, **change) for dev in (False, True) for change in changes)
 
 
 @kernel_builder("active_attention_decode", archs=(ARCH,), variants=_common_variants)
@@ -215,6 +218,8 @@ class _Plan:
         stages = variant.stages
         if chunked and variant.warps == 4 and variant.head_dim <= 128 and self.pairs * self.row_tiles > variant.ctas:
             stages = 3  # leaves room for two CTAs an SM, so that no third delays a later one (batch 64: 243 us, 257 with one)
+        if not chunked and length > LONG and variant.warps == 4 and variant.head_dim <= 128:
+            stages = 3
         if cluster:
             chunks = -(-slots // cluster) * cluster
         kind = variant._replace(wide=self.wide, chunked=chunked, cluster=cluster, stages=stages)

@@ -90,6 +90,8 @@ class DecodeKernel(Loads, Merging):
         self.single, self.rt, self.warps, self.cap, self.wide = single_token, row_tile, warps, split_cap, wide
         self.causal, self.window, self.softcap, self.sink = causal, window, softcap, sink
         self.append, self.device_length, self.min_blocks = append, device_length, min_blocks
+        if not min_blocks and head_dim <= 64 and row_tile == 8 and warps == 4:
+            self.min_blocks = 4  # left to itself, ptxas aims at six and spills
         self.tile = 16 * warps
         self.one_tile = one_tile
         self.nt = row_tile // 8
