@@ -156,7 +156,7 @@ def plot(rows: list[list[str]], path: str) -> None:
     names = list(dict.fromkeys(row[3] for row in rows))
     colours = pyplot.get_cmap("tab20").colors
     counts = [sum(row[2] == title for row in rows) for title in titles]
-    figure, axes = pyplot.subplots(figsize=(10, 1.5 + 0.2 * sum(counts) + 0.15 * len(titles)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.16 * sum(counts) + 0.13 * len(titles)), layout="constrained")
     y, ticks, seen = 0.0, [], set()
     for title, count in zip(titles, counts):
         ticks.append(y + (count - 1) / 2)
@@ -168,6 +168,7 @@ def plot(rows: list[list[str]], path: str) -> None:
             y += 1
         y += 0.8
     axes.set_yticks(ticks, titles, fontsize=7)
+    axes.margins(y=0.005)
     axes.invert_yaxis()
     axes.set_xlabel(f"TFLOP/s, {rows[0][1]}, {rows[0][0]}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7)
