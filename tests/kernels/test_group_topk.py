@@ -97,10 +97,17 @@ CASES = {
 QUICK = {"ragged last group, duplicates": "sm_100a", "requests": "sm_90a", "three ranges": "sm_90a"}
 
 
+def marks(name, arch):
+    """One source for both architectures: by day the second one runs a few cases."""
+    if QUICK.get(name) == arch:
+        return []
+    return [pytest.mark.full if arch == "sm_90a" or name in ("requests", "three ranges", "lengths") else pytest.mark.nightly]
+
+
 @pytest.mark.parametrize(
     "name, arch",
     [
-        pytest.param(name, arch, marks=[] if QUICK.get(name) == arch else [pytest.mark.full], id=f"{name}-{arch}")
+        pytest.param(name, arch, marks=marks(name, arch), id=f"{name}-{arch}")
         for name in CASES
         for arch in ARCHS
     ],
