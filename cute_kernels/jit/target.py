@@ -81,7 +81,7 @@ class _Stack(threading.local):
     items: list[_Pushed] | None = None  # a class attribute: asking a thread without one for it takes 0.1 us, not 0.5
 
 
-_stack = _Stack()
+pushed_targets = _Stack()
 _devices: dict[torch.device, Target | None] = {}  # CUDA devices with an index
 _missing = object()
 
@@ -107,25 +107,19 @@ def push_target(target: Any) -> _Pushed:
     if not isinstance(target, Target):
         target = Target(target.arch, target.sm_count, getattr(target, "max_smem", MAX_SMEM), target)
     pushed = _Pushed(target)
-    items = _stack.items
+    items = pushed_targets.items
     if items is None:
-        items = _stack.items = []
+        items = pushed_targets.items = []
     items.append(pushed)
     return pushed
 
 
 def pop_target(handle: _Pushed) -> None:
     """Undo a `push_target` of this thread. RuntimeError unless it is the innermost one."""
-    items = _stack.items
+    items = pushed_targets.items
     if not items or items[-1] is not handle:
         raise RuntimeError("targets of one thread must be popped in the reverse order of pushing")
     items.pop()
-
-
-def pushed_target() -> Target | None:
-    """The innermost pushed target of this thread."""
-    items = _stack.items
-    return items[-1].target if items else None
 
 
 def current_target(device: torch.device) -> Target | None:
@@ -134,7 +128,7 @@ def current_target(device: torch.device) -> Target | None:
     A CPU has the innermost pushed target of this thread. A CUDA device has its own, found once: None for an unsupported GPU (see
     `detect` for an error instead), CUTE_KERNELS_ARCH where that is set. RuntimeError for a CUDA device inside a pushed target.
     """
-    items = _stack.items
+    items = pushed_targets.items
     if items:
         target = items[-1].target
         if device.type == "cpu" or getattr(getattr(target.backend, "emulation", None), "pretend_cuda", False):

@@ -75,10 +75,14 @@ def allocator(device: torch.device, emulated: bool) -> Callable[[tuple, tuple, t
     return lambda sizes, strides, dtype: (fast if current() == index else slow)(sizes, strides, dtype)
 
 
-_is_compiling = torch.compiler.is_compiling
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transforms, _profiling = torch._C._functorch.peek_interpreter_stack, torch.autograd._profiler_enabled
-_tracing = torch._C._get_tracing_state
+# What may see a call that goes through torch's dispatcher, beside what `same_layouts` sees. Tracing by torch.export or make_fx is
+# a dispatch mode; of `is_dynamo_compiling` Dynamo makes a constant.
+OBSERVERS = (
+    torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack,
+    torch.autograd._profiler_enabled,
+)  # fmt: skip
+_is_compiling, _dispatch_modes, _function_modes, _profiling = OBSERVERS
+_transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
 def unobserved() -> bool:

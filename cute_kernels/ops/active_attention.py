@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.jit.target import pushed_target
+from cute_kernels.jit.target import pushed_targets as targets
 from cute_kernels.kernels.attention_arguments import output_layouts
 from cute_kernels.ops import _common as c
 from cute_kernels.ops import dispatch
@@ -108,7 +108,46 @@ def _plan(op, arguments, device, target):
 _MEMORY = ("q", "k_new", "v_new", "k_cache", "v_cache", "kv_len", "attn_sink")  # of an append: what may not overlap the caches
 
 
-def _launch(plan, op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
+def _given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
+    """The tensors among the arguments."""
+    tensors = (q, k_cache, v_cache) if type(kv_len) is int else (q, k_cache, v_cache, kv_len)
+    if op == _APPEND:
+        tensors = *tensors, k_new, v_new
+    return tensors if attn_sink is None else (*tensors, attn_sink)
+
+
+def _call(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink):
+    """The operators. None, with nothing done, if the dispatcher is to convert the arguments or to hand them on.
+
+    One function on purpose: a Python frame takes 0.1 us, after a launch 0.2, and there were ten.
+    """
+    by_int, pushed = type(kv_len) is int, targets.items
+    options = (
+        op, sm_scale, causal, window_left, softcap, by_int, attn_sink is None, torch.is_grad_enabled(),
+        pushed[-1].target if pushed else None,
+    )  # fmt: skip
+    try:
+        found = latest.get(options)
+    except TypeError:  # what cannot be hashed is no number: the dispatcher names it
+        found = None
+    plan = None
+    if found is not None:
+        same, known = found
+        if by_int and attn_sink is None:
+            repeats = same(q, k_cache, v_cache)
+        else:
+            repeats = same(*_given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink))
+        if repeats:
+            plan = known
+    if plan is None:
+        if latest is _latest:
+            _check_kinds(op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, window_left, softcap)
+            tensors = c.plain(q, k_new, v_new, k_cache, v_cache, None if by_int else kv_len)
+            if not (tensors and _plain_options(sm_scale, causal, window_left, softcap, attn_sink)):
+                return None
+        plan = _find(
+            latest, options, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
+        )  # fmt: skip
     function, allocate, ((size, stride), (stat_size, stat_stride)), capacity, extents, apart, backend = plan
     if extents is not None:
         sink = 0 if attn_sink is None else attn_sink.data_ptr()
@@ -120,7 +159,7 @@ def _launch(plan, op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
                 _check_append_memory(dict(zip(_MEMORY, (q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink), strict=True)))
             elif len(apart) < 4096:
                 apart.add(addresses)
-    elif type(kv_len) is int and not 1 <= kv_len <= capacity:
+    elif by_int and not 1 <= kv_len <= capacity:
         _check_length(op, kv_len, capacity)
     out = allocate(size, stride, q.dtype)
     lse = allocate(stat_size, stat_stride, torch.float32)
@@ -128,34 +167,14 @@ def _launch(plan, op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
         if k_new is not None:
             torch.autograd.graph.increment_version((k_cache, v_cache))
         function(q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse)
-    dispatch.record(backend)
+    dispatch.state.backend = backend
     return out, lse
 
 
-def _given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
-    """The tensors among the arguments."""
-    tensors = (q, k_cache, v_cache) if type(kv_len) is int else (q, k_cache, v_cache, kv_len)
-    if op == _APPEND:
-        tensors = *tensors, k_new, v_new
-    return tensors if attn_sink is None else (*tensors, attn_sink)
-
-
-def _repeat(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink):
-    """The results, if the latest call with these numbers and options had the same layouts, else None."""
-    by_int, no_sink, grad = type(kv_len) is int, attn_sink is None, torch.is_grad_enabled()
-    try:
-        found = latest.get((op, sm_scale, causal, window_left, softcap, by_int, no_sink, grad, pushed_target()))
-    except TypeError:  # what cannot be hashed is no number: the long way names it
-        return None
-    if found is None:
-        return None
-    same, plan = found
-    if not same(*_given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink)):
-        return None
-    return _launch(plan, op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink)
-
-
-def _run(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink):
+def _find(
+    latest, options, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
+):  # fmt: skip
+    """Check everything; the plan, which the next such call may take."""
     if torch.is_grad_enabled():
         c.check_grad(op, q, k_cache, v_cache, attn_sink, k_new, v_new)
     by_int = type(kv_len) is int
@@ -165,7 +184,6 @@ def _run(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal
     if op == _APPEND:
         c.check_writable(op, k_cache, v_cache)
     given = _given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink)
-    options = op, sm_scale, causal, window_left, softcap, by_int, attn_sink is None, torch.is_grad_enabled(), pushed_target()
     key = (options, target, *(c.layout(t) for t in given))
     plan = _plans.get(key)
     if plan is None:
@@ -189,7 +207,7 @@ def _run(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal
         same = c.same_layouts(*given)
         if same is not None:
             latest[options] = same, plan
-    return _launch(plan, op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink)
+    return plan
 
 
 def _check_append_memory(tensors) -> None:
@@ -198,8 +216,9 @@ def _check_append_memory(tensors) -> None:
 
 
 def _real(q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None):
-    args = _OP, q, None, None, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
-    return _repeat(_latest_below, *args) or _run(_latest_below, *args)
+    return _call(
+        _latest_below, _OP, q, None, None, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
+    )  # fmt: skip
 
 
 def _fake(q, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None):
@@ -215,8 +234,9 @@ def _real_append(
     q, k_new, v_new, k_cache, v_cache, kv_len, *, sm_scale=None, causal=True, window_left=-1, softcap=0.0, attn_sink=None
 ):
     c.check_given(_APPEND, k_new=k_new, v_new=v_new)  # the dispatcher lets None through as an undefined tensor
-    args = _APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
-    return _repeat(_latest_below, *args) or _run(_latest_below, *args)
+    return _call(
+        _latest_below, _APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
+    )  # fmt: skip
 
 
 # torch 2.11's Inductor, given two views of one storage that an operator mutates, clones past the end of the second and gives
@@ -249,10 +269,16 @@ c.implement(_APPEND, _real_append, _fake_append)
 
 _int = torch.ops.cute_kernels.active_attention.default
 _seq_lens = torch.ops.cute_kernels.active_attention.seq_lens
+_is_compiling, _dispatch_modes, _function_modes, _profiling = c.OBSERVERS
 _append = torch.ops.cute_kernels.active_attention_append.default
 
 
-def _check_kinds(op, sm_scale, window_left, softcap) -> None:
+def _check_kinds(op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, window_left, softcap) -> None:
+    c.check_given(op, q=q, k_cache=k_cache, v_cache=v_cache)
+    if op == _APPEND:
+        c.check_given(op, k_new=k_new, v_new=v_new, kv_len=kv_len)
+    elif not hasattr(type(kv_len), "__index__"):
+        c.fail(op, "kv_len", "be an int or an int32 tensor", type(kv_len).__name__, TypeError)
     reals = dict(softcap=softcap) if sm_scale is None else dict(softcap=softcap, sm_scale=sm_scale)
     c.check_kinds(op, reals, dict(window_left=window_left))
 
@@ -305,20 +331,12 @@ def active_attention(
         TypeError for a dtype, ValueError for shapes, strides, devices and numbers, RuntimeError when gradients are asked for. On
         the CPU backend, and with CUTE_KERNELS_CHECK=1, also ValueError for a kv_len tensor with values outside [0, C].
     """
-    if c.unobserved():
-        args = _OP, q, None, None, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
-        results = _repeat(_latest, *args)
+    if not (_is_compiling() or _dispatch_modes() or _function_modes() or _profiling()):  # c.unobserved(), without its frame
+        results = _call(
+            _latest, _OP, q, None, None, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
+        )  # fmt: skip
         if results is not None:
             return results
-        c.check_given(_OP, q=q, k_cache=k_cache, v_cache=v_cache)
-        _check_kinds(_OP, sm_scale, window_left, softcap)
-        if not hasattr(type(kv_len), "__index__"):
-            c.fail(_OP, "kv_len", "be an int or an int32 tensor", type(kv_len).__name__, TypeError)
-        if (
-            c.plain(q, k_cache, v_cache, None if type(kv_len) is int else kv_len)
-            and _plain_options(sm_scale, causal, window_left, softcap, attn_sink)
-        ):  # fmt: skip
-            return _run(_latest, *args)
     return (_seq_lens if isinstance(kv_len, Tensor) else _int)(
         q, k_cache, v_cache, kv_len,
         sm_scale=sm_scale, causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink,
@@ -348,18 +366,12 @@ def active_attention_append(
     Inductor copies the whole of a tensor two of whose views an operator writes (58 ms instead of 0.3 for two caches of 67 MB;
     before torch 2.13 wrongly, so that is a RuntimeError). Other arguments, results and errors as `active_attention`.
     """
-    if c.unobserved():
-        args = _APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
-        results = _repeat(_latest, *args)
+    if not (_is_compiling() or _dispatch_modes() or _function_modes() or _profiling()):  # c.unobserved(), without its frame
+        results = _call(
+            _latest, _APPEND, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink
+        )  # fmt: skip
         if results is not None:
             return results
-        c.check_given(_APPEND, q=q, k_new=k_new, v_new=v_new, k_cache=k_cache, v_cache=v_cache, kv_len=kv_len)
-        _check_kinds(_APPEND, sm_scale, window_left, softcap)
-        if (
-            c.plain(q, k_new, v_new, k_cache, v_cache, kv_len)
-            and _plain_options(sm_scale, causal, window_left, softcap, attn_sink)
-        ):  # fmt: skip
-            return _run(_latest, *args)
     return _append(
         q, k_new, v_new, k_cache, v_cache, kv_len,
         sm_scale=sm_scale, causal=causal, window_left=window_left, softcap=softcap, attn_sink=attn_sink,

@@ -38,7 +38,7 @@ KERNELS: dict[tuple[str, str], str] = {
 _ARCH_NAMES = {"sm_90a": "Hopper (H100, H200)", "sm_100a": "Blackwell (B200)", "sm_103a": "Blackwell (B300)"}
 __all__ = ["KERNELS", "NoKernelError", "current_target", "last_backend", "record", "select", "supported_text"]
 
-_state = threading.local()
+state = threading.local()  # .backend: what `record` was told
 _warned: set[tuple[str, str]] = set()
 
 
@@ -49,7 +49,7 @@ class NoKernelError(RuntimeError):
 def last_backend() -> str | None:
     """The backend that ran the last operator of this thread: "reference[cpu]", "reference[cuda]" or "<arch>:<kernel module>";
     None before the first call."""
-    return getattr(_state, "backend", None)
+    return getattr(state, "backend", None)
 
 
 def supported_text(family: str) -> str:
@@ -81,4 +81,4 @@ def select(family: str, device: torch.device, target: Any | None, arguments: dic
 
 
 def record(backend: str) -> None:
-    _state.backend = backend
+    state.backend = backend

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.jit.target import pushed_target
+from cute_kernels.jit.target import pushed_targets as targets
 from cute_kernels.ops import _common as c
 from cute_kernels.ops import dispatch
 
@@ -108,7 +108,47 @@ def _plan(arguments, out, device, target):
     return function, *rest
 
 
-def _launch(plan, q, kv, indices, attn_sink, topk_length, head_group_mask, out):
+# Numbers and options -> (comparison with the layouts of the latest such call, its plan): for the Python function, and below the
+# dispatcher, where tensors have other dispatch keys.
+_latest, _latest_below = c.Plans(), c.Plans()
+
+
+def _call(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out=None):
+    """The operator. None, with nothing done, if the dispatcher is to convert the arguments or to hand them on.
+
+    One function on purpose: a Python frame takes 0.1 us, after a launch 0.2, and there were ten.
+    """
+    pushed = targets.items
+    options = (
+        sm_scale, d_v, head_group_size, attn_sink is None, topk_length is None, head_group_mask is None, torch.is_grad_enabled(),
+        pushed[-1].target if pushed else None,
+    )  # fmt: skip
+    plan = None
+    if out is None:
+        try:
+            found = latest.get(options)
+        except TypeError:  # what cannot be hashed is no number: the dispatcher names it
+            found = None
+        if found is not None:
+            same, known = found
+            addresses = 0
+            if attn_sink is None and topk_length is None and head_group_mask is None:
+                repeats = same(q, kv, indices)
+            else:
+                repeats = same(q, kv, indices, *[t for t in (attn_sink, topk_length, head_group_mask) if t is not None])
+                if head_group_mask is not None:
+                    addresses = head_group_mask.data_ptr()
+            if repeats and not (addresses | q.data_ptr() | kv.data_ptr()) & 15:
+                plan = known
+    if plan is None:
+        if latest is _latest:
+            _check_kinds(q, kv, indices, sm_scale, d_v, head_group_size)
+            numbers = type(sm_scale) is float and type(d_v) is int and type(head_group_size) is int
+            if not (numbers and c.plain(q, kv, indices, attn_sink, topk_length, head_group_mask)):
+                return None
+        plan = _find(
+            latest, options, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out
+        )  # fmt: skip
     function, allocate, (out_size, out_stride, size, stride), backend = plan
     if out is None:
         out = allocate(out_size, out_stride, torch.bfloat16)
@@ -118,41 +158,23 @@ def _launch(plan, q, kv, indices, attn_sink, topk_length, head_group_mask, out):
     lse = allocate(size, stride, torch.float32)
     if function is not None:
         function(q, kv, indices, out, max_logits, lse, attn_sink, topk_length, head_group_mask)
-    dispatch.record(backend)
+    dispatch.state.backend = backend
     return out, max_logits, lse
 
 
-def _repeat(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size):
-    """The results, if the latest call with these numbers and options had the same layouts, else None."""
-    no_sink, no_length, no_mask = attn_sink is None, topk_length is None, head_group_mask is None
-    try:
-        found = latest.get((sm_scale, d_v, head_group_size, no_sink, no_length, no_mask, torch.is_grad_enabled(), pushed_target()))
-    except TypeError:  # what cannot be hashed is no number: the long way names it
-        return None
-    if found is None:
-        return None
-    same, plan = found
-    if no_sink and no_length and no_mask:
-        if not same(q, kv, indices) or (q.data_ptr() | kv.data_ptr()) & 15:
-            return None
-    else:
-        optional = [t for t in (attn_sink, topk_length, head_group_mask) if t is not None]
-        mask = 0 if no_mask else head_group_mask.data_ptr()
-        if not same(q, kv, indices, *optional) or (q.data_ptr() | kv.data_ptr() | mask) & 15:
-            return None
-    return _launch(plan, q, kv, indices, attn_sink, topk_length, head_group_mask, None)
+def _check_kinds(q, kv, indices, sm_scale, d_v, head_group_size) -> None:
+    c.check_given(_OP, q=q, kv=kv, indices=indices)
+    c.check_kinds(_OP, dict(sm_scale=sm_scale), dict(d_v=d_v, head_group_size=head_group_size))
 
 
-def _run(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out):
+def _find(latest, options, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out):
+    """Check everything; the plan, which the next such call may take."""
     if torch.is_grad_enabled():
         c.check_grad(_OP, q, kv, attn_sink, out)
-    layout = c.layout
     device = q.device
     target = dispatch.current_target(device)
-    tensors = tuple(t for t in (q, kv, indices, attn_sink, topk_length, head_group_mask) if t is not None)
-    absent = attn_sink is None, topk_length is None, head_group_mask is None
-    options = sm_scale, d_v, head_group_size, *absent, torch.is_grad_enabled(), pushed_target()
-    key = (options, target, *(layout(t) for t in tensors), layout(out))
+    tensors = [t for t in (q, kv, indices, attn_sink, topk_length, head_group_mask) if t is not None]
+    key = (options, target, *(c.layout(t) for t in tensors), c.layout(out))
     arguments = dict(
         q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
         head_group_mask=head_group_mask, head_group_size=head_group_size,
@@ -175,16 +197,11 @@ def _run(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_gro
         same = c.same_layouts(*tensors)
         if same is not None:
             latest[options] = same, plan
-    return _launch(plan, q, kv, indices, attn_sink, topk_length, head_group_mask, out)
-
-
-# Options -> (comparison with the layouts of the latest call, its plan). Below the dispatcher tensors have other dispatch keys.
-_latest, _latest_below = c.Plans(), c.Plans()
+    return plan
 
 
 def _real(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16):
-    args = q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size
-    return _repeat(_latest_below, *args) or _run(_latest_below, *args, None)
+    return _call(_latest_below, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size)
 
 
 def check_topk_length(op: str, topk_length: Tensor, topk: int) -> None:
@@ -198,8 +215,7 @@ def check_topk_length(op: str, topk_length: Tensor, topk: int) -> None:
 def _real_out(
     q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, head_group_mask=None, head_group_size=16, *, out
 ):
-    args = q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size
-    return _run(_latest_below, *args, out)[1:]
+    return _call(_latest_below, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out)[1:]
 
 
 def _fake(
@@ -224,6 +240,7 @@ def _fake_out(
 c.implement(_OP, _real, _fake)
 c.implement(f"{_OP}.out", _real_out, _fake_out)
 
+_is_compiling, _dispatch_modes, _function_modes, _profiling = c.OBSERVERS
 _default = torch.ops.cute_kernels.sparse_prefill_fwd.default
 _out = torch.ops.cute_kernels.sparse_prefill_fwd.out
 
@@ -275,20 +292,16 @@ def sparse_prefill(
 
     The formula is FlashMLA's sparse prefill (natural-log statistics since January 2026); head_group_mask is its grouped form.
     """
-    args = q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size
-    if c.unobserved():
+    if not (_is_compiling() or _dispatch_modes() or _function_modes() or _profiling()):  # c.unobserved(), without its frame
         if out is None:
-            results = _repeat(_latest, *args)
+            results = _call(
+                _latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size
+            )  # fmt: skip
             if results is not None:
                 return results
-        c.check_given(_OP, q=q, kv=kv, indices=indices)
-        c.check_kinds(_OP, dict(sm_scale=sm_scale), dict(d_v=d_v, head_group_size=head_group_size))
-        # Numbers of other types than the schema's are the dispatcher's to convert, tensors of other types to hand on.
-        if (
-            out is None and type(sm_scale) is float and type(d_v) is int and type(head_group_size) is int
-            and c.plain(q, kv, indices, attn_sink, topk_length, head_group_mask)
-        ):  # fmt: skip
-            return _run(_latest, *args, None)
+        else:
+            _check_kinds(q, kv, indices, sm_scale, d_v, head_group_size)
+    args = q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size
     if out is None:
         return _default(*args)
     if torch.compiler.is_compiling() and not out.is_contiguous():  # Dynamo takes no such out= of any operator

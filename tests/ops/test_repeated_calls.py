@@ -74,7 +74,7 @@ def test_one_launch_the_outputs_and_no_check(name, through, compiled, monkeypatc
     monkeypatch.setattr(_common, "allocator", lambda device, emulated: allocate)
     first = make()
     call(*first)
-    for place, what in ((module, "_run"), (_common, "layout"), (_common, "plain"), (torch.cuda, "device")):
+    for place, what in ((module, "_find"), (_common, "layout"), (_common, "plain"), (torch.cuda, "device")):
         monkeypatch.setattr(place, what, not_again)
     for args in (first, make()):  # the same tensors, and others like them
         compiled.clear()
@@ -154,7 +154,7 @@ def test_gradients_are_refused_after_a_call_without():
         for through in (ck.sparse_prefill, OPS.sparse_prefill_fwd):
             through(q, kv, indices, scale, attn_sink=sink)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(SPARSE, "_run", None)
+                patch.setattr(SPARSE, "_find", None)
                 through(q, kv, indices, scale, attn_sink=sink)  # the short way, for a model's parameter too
     for through in (ck.sparse_prefill, OPS.sparse_prefill_fwd):
         with pytest.raises(RuntimeError, match="no backward"):

@@ -230,7 +230,7 @@ class _Plan:
             self.shapes[length] = found
         return found
 
-    def __call__(self, q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse) -> None:
+    def run(self, q, k_cache, v_cache, kv_len, attn_sink, k_new, v_new, out, lse) -> None:
         shape = self.shape
         if shape is None:
             length = (kv_len,)
@@ -276,7 +276,7 @@ def prepare(
         return _without_keys
     layout = ("q", "k_cache", "v_cache", "kv_len", "causal", "window_left", "softcap", "attn_sink", "k_new", "v_new")
     chosen = variant or choose(*(arguments[name] for name in layout))
-    plan = ready(_Plan(chosen, arguments, outputs or output_layouts(q), target), q.device, target)
+    plan = ready(_Plan(chosen, arguments, outputs or output_layouts(q), target).run, q.device, target)
     if variant is None and kernel_name(q=q, k_cache=k_cache) == "prefill":
         return prefill.prepare(target=target, otherwise=plan, **arguments)
     return plan
