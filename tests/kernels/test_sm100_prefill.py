@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
-from test_sm90_decode import check, make, same  # noqa: E402
+from test_sm90_decode import check, exact, make, same  # noqa: E402
 from test_sm100_decode import ARCH, SCHEDULES, append_case, assert_no_spills, case, run  # noqa: E402
 
 from cute_kernels.kernels.sm100 import prefill  # noqa: E402
@@ -73,6 +73,15 @@ def test_options():
 @pytest.mark.parametrize("sm_scale", [-0.3, 0.0])
 def test_scales_that_are_not_positive(sm_scale):
     case([300], s=40, sm_scale=sm_scale)
+
+
+@pytest.mark.full
+def test_huge_scale():
+    """Logits of 1e10, one of which takes all: scale * x - maximum in one rounding would be far above 0."""
+    q, k, v = make(1, 4, 1, 40, 128, 309, [300], seed=1, device="cpu")
+    out, lse = run(q, k, v, [300], sm_scale=1e9)
+    want, want_lse, _ = exact(q, k, v, [300], sm_scale=1e9)
+    assert torch.equal(out.double(), want) and torch.allclose(lse.double(), want_lse, rtol=1e-6)
 
 
 @pytest.mark.full

@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import tcgen05 as cute_tcgen05
 
 from cute_kernels.kernels import ptx
 from cute_kernels.kernels.sm100 import tcgen05 as tc
+from cute_kernels.kernels.softcap import capped
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -98,10 +99,7 @@ class AttentionBase:
 
     def _capped(self, y, cap_log2):
         """The base-2 logit of a scaled product."""
-        if not self.softcap:
-            return y
-        # tanh y = 1 - 2 / (exp 2y + 1): tanh.approx errs by 2^-11, which a cap of 50 makes 0.02.
-        return (1.0 - 2.0 * ptx.rcp(ptx.exp2(y * (2 * LOG2E)) + 1.0)) * cap_log2
+        return capped(y, cap_log2) if self.softcap else y
 
     def _sink_weight(self, sink, head, m, ok):
         if not self.sink:

@@ -27,7 +27,8 @@ Barriers (count; who arrives; who waits). All start in phase 0; key tile j is ph
 Numbers. Logits in base 2: x = |scale| log2(e) * (+-q).k, fp32, masked ones -inf. Weights are 2^(x - m) with a reference m that
 starts at -1e30 and follows the running maximum lazily: only where some row of the warp exceeds its m by more than 6 do its rows
 take the maximum, and O is rescaled in tensor memory. Weights are thus below 2^6, and the sum takes them before they are rounded to
-16 bits. A key tile that no mask can touch takes the maximum of S itself, and its logits by one packed multiply-add each pair.
+16 bits. A key tile that no mask can touch takes the maximum of S itself, and its logits by one packed multiply-add each pair,
+unless the scale is huge.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from cute_kernels.kernels.sm100.attention_base import (
 ROWS = 128
 MAX_SLOTS = 8
 LAZY = 6.0  # log2 of how far a weight may exceed 1
+PLAIN_SCALE = 1024.0 * 1.4427  # above it, see sparse_arguments.PLAIN_SCALE
 CHUNK = 32  # columns of S or O in registers at a time
 
 
@@ -310,7 +312,7 @@ class PrefillKernel(AttentionBase):
         m, l = Float32(M_START), Float32(0.0)
         for j in cutlass.range(n, unroll=1):
             key0 = low + j * TILE
-            masked = (key0 < clear_from) | (key0 + TILE > clear_to)
+            masked = (key0 < clear_from) | (key0 + TILE > clear_to) | (scale > PLAIN_SCALE)
             ptx.mbar_wait(bar[f"s_full{t}"], j & 1)
             tc.fence_after()
             top = Float32(M_START)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
 from cute_kernels.kernels.launching import layout_block, raw_stream, ready, stream_pointer
-from cute_kernels.kernels.sparse_arguments import D_QK, D_V, build, unsupported
+from cute_kernels.kernels.sparse_arguments import D_QK, D_V, PLAIN_SCALE, build, unsupported
 
 ARCHS = ("sm_100a", "sm_103a")
 
@@ -56,7 +56,7 @@ def config_of(
     head_group_mask: Tensor | None,
 ) -> Config:
     return Config(
-        q.shape[2], topk_length is not None, attn_sink is not None, head_group_mask is not None, not sm_scale > 0
+        q.shape[2], topk_length is not None, attn_sink is not None, head_group_mask is not None, not 0 < sm_scale <= PLAIN_SCALE
     )
 
 

@@ -40,7 +40,8 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.kernels import ptx
 from cute_kernels.kernels.sm90.decode_loads import Loads, _address, _offset
-from cute_kernels.kernels.sm90.decode_merge import LOG2E, M_START, Merging
+from cute_kernels.kernels.sm90.decode_merge import M_START, Merging
+from cute_kernels.kernels.softcap import capped
 from cute_kernels.kernels.splits import split_size
 
 
@@ -405,9 +406,7 @@ class DecodeKernel(Loads, Merging):
                 for e in range(2):
                     x = s[half][i][e] * scale
                     if self.softcap:
-                        # tanh x = 1 - 2 / (exp 2x + 1): tanh.approx errs by 2^-11, which a cap of 50 makes 0.02.
-                        e2x = ptx.exp2(x * (2 * LOG2E))
-                        x = (1.0 - 2.0 * ptx.rcp(e2x + 1.0)) * cap_log2
+                        x = capped(x, cap_log2)
                     key = base + 8 * half + 2 * t + e
                     ok = key < end
                     if not self.single and self.causal:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit import kernel_builder
+from cute_kernels.kernels.sparse_arguments import PLAIN_SCALE
 
 ARCH = "sm_90a"
 LOG2E = 1.4426950408889634
@@ -135,7 +136,7 @@ def prepare(
         bf16=q.dtype == torch.bfloat16,
         head_dim=q.shape[3],
         group=q.shape[1] // k_cache.shape[1],
-        positive=sm_scale > 0.0 and softcap == 0.0,
+        positive=0.0 < sm_scale <= PLAIN_SCALE and softcap == 0.0,
         causal=causal,
         window=window_left >= 0,
         softcap=softcap > 0.0,

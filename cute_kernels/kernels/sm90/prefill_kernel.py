@@ -40,6 +40,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_kernels.kernels import ptx
+from cute_kernels.kernels.softcap import capped
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -462,8 +463,7 @@ class PrefillKernel:
             for i in range(n):
                 x = s[i] * c.p.scale
                 if self.softcap:
-                    # tanh x = 1 - 2 / (exp 2x + 1): tanh.approx errs by 2^-11, which a cap of 50 makes 0.02.
-                    x = (1.0 - 2.0 * ptx.rcp(ptx.exp2(x * (2 * LOG2E)) + 1.0)) * c.p.cap_log2
+                    x = capped(x, c.p.cap_log2)
                 s[i] = x
         if masked:
             first = block * self.block + 2 * c.quad

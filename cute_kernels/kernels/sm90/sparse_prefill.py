@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
 from cute_kernels.kernels.launching import layout_block, raw_stream, ready, stream_pointer
-from cute_kernels.kernels.sparse_arguments import D_QK, D_V, build, unsupported
+from cute_kernels.kernels.sparse_arguments import D_QK, D_V, PLAIN_SCALE, build, unsupported
 
 ARCH = "sm_90a"
 MAX_GRID = 2**31 - 1
@@ -70,7 +70,7 @@ def config_of(
         attn_sink is not None,
         has_mask,
         has_mask and head_group_size < 16,
-        not sm_scale > 0,
+        not 0 < sm_scale <= PLAIN_SCALE,
     )
 
 
