@@ -508,9 +508,11 @@ def _bulk_wait(ins: Instr):
         # .read: the sources may be reused; the groups stay, as a later wait may ask for the writes.
         late = list(w.bulk_groups)[: max(0, len(w.bulk_groups) - keep)]
         ops = [o for g, _ in late for o in g]
-        for o in ops:
-            if not o.done and o.source is not None:
+        unread = [o for o in ops if not o.done and o.source is not None]
+        if unread:
+            for o in unread:
                 w.machine.read_only(o)
+            return Wait(lambda: True, lambda: "cp.async.bulk group (reads)", ins.line)  # other warps come first
         w.bulk_unread = [o for o in w.bulk_unread if o not in ops]
         if w.clock is not None:
             for _, marks in late:
