@@ -186,7 +186,6 @@ class _Plan:
         self.wide = all(
             stride % 8 == 0 for x in rows if x is not None for size, stride in zip(x.shape[:3], x.stride()) if size > 1
         )  # and then every row starts at a multiple of 16 bytes if the first does
-        self.plain = arguments["attn_sink"] is None and arguments["k_new"] is None
         lengths, flat = arguments["kv_len"] if variant.device_length else None, ((1 << 31,), (1,))
         self.block = layout_block(*rows[:3], *outputs, lengths, flat, flat, arguments["attn_sink"], *rows[3:])
         self.layouts, self.raw, self.index = ctypes.addressof(self.block), raw_stream(target), q.device.index
@@ -240,10 +239,11 @@ class _Plan:
         run, kind, floats, last = shape
         q, k_cache, v_cache, out = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()
         starts, optional = q | k_cache | v_cache | out, ()
-        if not self.plain:
-            optional = [t.data_ptr() for t in (attn_sink, k_new, v_new) if t is not None]
-            if k_new is not None:
-                starts |= optional[-1] | optional[-2]
+        if k_new is not None:
+            optional = k_new.data_ptr(), v_new.data_ptr()
+            starts |= optional[0] | optional[1]
+        if attn_sink is not None:
+            optional = attn_sink.data_ptr(), *optional
         if starts & 15 and kind.wide:
             run = decode_kernel(kind._replace(wide=False), self.target)
         stream = self.raw(self.index)
