@@ -362,12 +362,12 @@ def active_attention_append(
     """Write the new keys and values into the caches (in place), then attend as `active_attention` does.
 
     kv_len, int32 [B] on q's device, is the length AFTER the append: k_new[b, :, s] goes to row kv_len[b] - S + s. (FlashAttention's
-    flash_attn_with_kvcache takes the length before it.) Rows below 0 are not written; kv_len 0 marks an idle slot. A kv_len beyond
-    C is an error that no kernel looks for: it counts as C, and the last rows of the cache are lost. All other bytes of the caches
-    stay as they are. k_new and v_new are [B, Hkv, S, D] of q's dtype, any strides with the last 1. The caches must not overlap each
-    other, themselves or an input (ValueError); under torch.compile they should be two allocations, since Inductor copies the whole
-    of a tensor two of whose views an operator writes (58 ms instead of 0.3 for two caches of 67 MB; before torch 2.13 wrongly, so
-    that is a RuntimeError). Other arguments, results and errors as `active_attention`.
+    flash_attn_with_kvcache takes the length before it.) A row outside [0, C) is not written (attention then sees the C rows there
+    are); kv_len 0 marks an idle slot. All other bytes of the caches stay as they are. k_new and v_new are [B, Hkv, S, D] of q's
+    dtype, any strides with the last 1. The caches must not overlap each other, themselves or an input (ValueError); under
+    torch.compile they should be two allocations, since Inductor copies the whole of a tensor two of whose views an operator writes
+    (58 ms instead of 0.3 for two caches of 67 MB; before torch 2.13 wrongly, so that is a RuntimeError). Other arguments, results
+    and errors as `active_attention`.
     """
     if not (_is_compiling() or _dispatch_modes() or _function_modes() or _profiling()):  # c.unobserved(), without its frame
         results = _call(

@@ -57,21 +57,20 @@ def append(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, kv_le
     capacity = k_cache.shape[2]
     if b == 0 or s == 0 or capacity == 0 or k_new.shape[1] == 0:
         return
-    lengths = kv_len.clamp(0, capacity).long()
+    lengths = kv_len.clamp(min=0).long()
     row = lengths[:, None] - s + torch.arange(s, device=k_new.device)
+    keep = (row >= 0) & (row < capacity)
     batch = torch.arange(b, device=k_new.device)[:, None].expand_as(row)
     if k_new.is_cuda:
         # Without a sync the number of kept rows is unknown: dropped ones rewrite what their row 0 will hold at the end, which is
         # the new row that lands there, or else what it holds now.
         lands = (s - lengths)[:, None].expand_as(row)
-        keep = row >= 0
         row0 = torch.where((lands >= 0) & (lands < s), lands, 0)
         for new, cache in ((k_new, k_cache), (v_new, v_cache)):
             rows = new.transpose(1, 2)  # [B, S, Hkv, D]
             at0 = torch.where(((lands >= 0) & (lands < s))[..., None, None], rows[batch, row0], cache[:, None, :, 0])
-            cache.transpose(1, 2)[batch, row.clamp(min=0)] = torch.where(keep[..., None, None], rows, at0)
+            cache.transpose(1, 2)[batch, torch.where(keep, row, 0)] = torch.where(keep[..., None, None], rows, at0)
         return
-    keep = row >= 0
     for new, cache in ((k_new, k_cache), (v_new, v_cache)):
         cache.transpose(1, 2)[batch[keep], row[keep]] = new.transpose(1, 2)[keep]
 

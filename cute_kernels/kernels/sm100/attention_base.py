@@ -91,11 +91,13 @@ class AttentionBase:
         return h * self.group + (row_tile * self.rt + row) % self.group
 
     def _kv_len(self, lengths, length, b, capacity):
+        """(keys there are, where the appended rows end: past `capacity` none is written)"""
         if not self.device_length:
-            return length
+            return length, length
         # One lane of each warp asks: idle CTAs do nothing else, and there may be many.
         word = tc.ld_global_1_if(_address(lengths) + Int64(b) * 4, Int32(cute.arch.lane_idx() == 0))
-        return cutlass.max(0, cutlass.min(ptx.shuffle_i(word, Int32(0)), capacity))
+        given = cutlass.max(0, ptx.shuffle_i(word, Int32(0)))
+        return cutlass.min(given, capacity), given
 
     def _capped(self, y, cap_log2):
         """The base-2 logit of a scaled product."""
@@ -207,15 +209,15 @@ class AttentionBase:
 
     # ---- append ---------------------------------------------------------------------------------------------------
     @cute.jit
-    def _append_rows(self, k, v, k_new, v_new, t, h, b, first_row, last_row, q_len, kv_len):
+    def _append_rows(self, k, v, k_new, v_new, t, h, b, first_row, last_row, q_len, new_start):
         """The loader warps copy the new rows of the tokens whose first packed row is one of these into the cache: a warp per token,
         16 bytes per lane. Nothing in this launch reads them there."""
         lane = t % 32
         first = (first_row + self.group - 1) // self.group
         last = cutlass.min(last_row // self.group, q_len - 1)
         for token in cutlass.range(first + t // 32, last + 1, 2, unroll=1):
-            row = kv_len - q_len + token
-            if row >= 0 and 8 * lane < self.d:
+            row = new_start + token
+            if row >= 0 and row < Int32(k.shape[2]) and 8 * lane < self.d:
                 for cache, new in ((k, k_new), (v, v_new)):
                     source = _head_address(new, b, h) + Int64(token) * Int64(new.stride[2]) * 2 + 16 * lane
                     to = _head_address(cache, b, h) + Int64(row) * Int64(cache.stride[2]) * 2 + 16 * lane

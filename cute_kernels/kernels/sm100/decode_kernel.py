@@ -198,7 +198,7 @@ class DecodeKernel(AttentionBase):
             split, row_tile = x % split_slots, x // split_slots
         row0 = row_tile * self.rt
 
-        kv_len = self._kv_len(lengths, length, b, capacity)
+        kv_len, new_end = self._kv_len(lengths, length, b, capacity)
         # Keys that any row of this tile may see: [low, high).
         low, high = Int32(0), kv_len
         if cutlass.const_expr(self.window):
@@ -214,14 +214,15 @@ class DecodeKernel(AttentionBase):
         if begin < high or split == 0:
             self._work(
                 q, k, v, tma_k, tma_k_coords, tma_v, tma_v_coords, out, lse, workspace, counters, sink, k_new, v_new, scale,
-                cap_log2, window_left, split_slots, row_tiles, base, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys,
-                size, begin, end,
+                cap_log2, window_left, split_slots, row_tiles, base, h, b, split, row_tile, row0, n_rows, q_len, kv_len,
+                new_end - q_len, keys, size, begin, end,
             )  # fmt: skip
 
     @cute.jit
     def _work(
         self, q, k, v, tma_k, tma_k_coords, tma_v, tma_v_coords, out, lse, workspace, counters, sink, k_new, v_new, scale, cap_log2,
-        window_left, split_slots, row_tiles, base, h, b, split, row_tile, row0, n_rows, q_len, kv_len, keys, size, begin, end,
+        window_left, split_slots, row_tiles, base, h, b, split, row_tile, row0, n_rows, q_len, kv_len, new_start, keys, size, begin,
+        end,
     ):  # fmt: skip
         bar = {name: base + offset for name, offset in self.budget.bar.items()}
         tid, _, _ = cute.arch.thread_idx()
@@ -238,7 +239,7 @@ class DecodeKernel(AttentionBase):
         # Rows below `old` are in the cache already.
         old = end
         if cutlass.const_expr(self.append):
-            old = cutlass.min(end, kv_len - q_len)
+            old = cutlass.min(end, new_start)
 
         if warp < 4:
             self._softmax_warps(
@@ -254,10 +255,10 @@ class DecodeKernel(AttentionBase):
             self._tma_warp(maps, base, bar, lane, h, b, begin, old, n_tiles)
         else:
             sources = self._sources(k, v, k_new, v_new, h, b)
-            self._loader_warps(sources, base, bar, tid - 192, begin, end, old, kv_len - q_len, n_tiles)
+            self._loader_warps(sources, base, bar, tid - 192, begin, end, old, new_start, n_tiles)
             if cutlass.const_expr(self.append):
                 if split == 0:
-                    self._append_rows(k, v, k_new, v_new, tid - 192, h, b, row0, row0 + self.rt - 1, q_len, kv_len)
+                    self._append_rows(k, v, k_new, v_new, tid - 192, h, b, row0, row0 + self.rt - 1, q_len, new_start)
         tc.fence_before()
         cute.arch.sync_threads()
         tc.fence_after()

@@ -147,8 +147,9 @@ class PrefillKernel(AttentionBase):
 
         q_len = Int32(q.shape[2])
         n_rows = q_len * self.group
-        kv_len = self._kv_len(lengths, length, b, Int32(k.shape[2]))
+        kv_len, new_end = self._kv_len(lengths, length, b, Int32(k.shape[2]))
         start = kv_len - q_len  # position of token 0
+        new_start = new_end - q_len
         row0 = [((blocks_x - 1 - x) * self.tiles + t) * self.rt for t in range(self.tiles)]
         # Keys from `low` on, in `n[t]` tiles for row tile t.
         low = Int32(0)
@@ -160,7 +161,7 @@ class PrefillKernel(AttentionBase):
         sign = cutlass.select_(scale < 0.0, Int32(tc.NEGATE_A), Int32(0))
         scale = ptx.fmax(scale, 0.0 - scale)
         # Rows below `old` are in the cache already.
-        old = start if self.append else kv_len
+        old = cutlass.min(kv_len, new_start) if self.append else kv_len
 
         if warp == self.mma_warp:
             tc.alloc(base + self.tmem_word, 512)
@@ -187,10 +188,10 @@ class PrefillKernel(AttentionBase):
         else:
             loader = tid - 32 * (self.mma_warp + 2)
             sources = self._sources(k, v, k_new, v_new, h, b)
-            self._loader_warps(sources[0], sources[1], base, bar, loader, low, kv_len, old, start, most)
+            self._loader_warps(sources[0], sources[1], base, bar, loader, low, kv_len, old, new_start, most)
             if cutlass.const_expr(self.append):
                 last_row = row0[-1] + self.rt - 1
-                self._append_rows(k, v, k_new, v_new, loader, h, b, row0[0], last_row, q_len, kv_len)
+                self._append_rows(k, v, k_new, v_new, loader, h, b, row0[0], last_row, q_len, new_start)
         tc.fence_before()
         cute.arch.sync_threads()
         tc.fence_after()

@@ -43,8 +43,8 @@ class AppendKernel:
         lane = tid % 32
         token, q_len, capacity = x * WARPS + tid // 32, Int32(k_new.shape[2]), Int32(k.shape[2])
         kv_len = ptx.ld_global_1(lengths.iterator.toint() + Int64(b) * 4)
-        row = cutlass.min(kv_len, capacity) - q_len + token
-        if token < q_len and row >= 0 and 8 * lane < self.d:
+        row = cutlass.max(kv_len, 0) - q_len + token
+        if token < q_len and row >= 0 and row < capacity and 8 * lane < self.d:
             for cache, new in ((k, k_new), (v, v_new)):
                 source = Int64(b) * new.stride[0] + Int64(h) * new.stride[1] + Int64(token) * new.stride[2]
                 to = Int64(b) * cache.stride[0] + Int64(h) * cache.stride[1] + Int64(row) * cache.stride[2]

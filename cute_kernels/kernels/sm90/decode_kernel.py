@@ -180,10 +180,10 @@ class DecodeKernel(Loads, Merging):
             chunk, row_tile = x % chunks, x // chunks
         row0 = row_tile * self.rt
 
-        kv_len = length
+        kv_len = new_end = length  # new_end: of the appended rows, of which none is written past the capacity
         if cutlass.const_expr(self.device_length):
-            kv_len = ptx.ld_global_1(_address(lengths) + Int64(b) * 4)
-            kv_len = cutlass.max(0, cutlass.min(kv_len, capacity))
+            new_end = cutlass.max(0, ptx.ld_global_1(_address(lengths) + Int64(b) * 4))
+            kv_len = cutlass.min(new_end, capacity)
         # Keys that any row of this tile may see: [low, high).
         low, high = Int32(0), kv_len
         first_pos = kv_len - q_len + self._token(row0)  # of the tile's first token
@@ -210,7 +210,7 @@ class DecodeKernel(Loads, Merging):
             w = SimpleNamespace(
                 s_base=s_base, warp=warp, lane=lane, g=g, t=t, h=h, b=b, row_tile=row_tile, row0=row0, n_rows=n_rows
             )
-            self._work(p, w, chunk, per, q_len, kv_len, keys, size, begin, end)
+            self._work(p, w, chunk, per, q_len, kv_len, new_end - q_len, keys, size, begin, end)
 
     def _count(self, keys, size):
         """Splits of a row tile."""
@@ -222,9 +222,9 @@ class DecodeKernel(Loads, Merging):
         return min(100, -(-100 * ctas * (self.smem_bytes + 2048) // (228 * 1024)))
 
     @cute.jit
-    def _work(self, p, w, chunk, per, q_len, kv_len, keys, size, begin, end):
+    def _work(self, p, w, chunk, per, q_len, kv_len, new_start, keys, size, begin, end):
         # Row strides fit 32 bits (the host checks), so that a row address is one multiply-add; offsets are 64 bits.
-        c = SimpleNamespace(new_start=kv_len - q_len, end=end)
+        c = SimpleNamespace(new_start=new_start, end=end)
         c.kv = self._source(p.k, p.k_new, w), self._source(p.v, p.v_new, w)
         c.last = cutlass.max(end - 1, 0)  # keys past the end read this row: logit -inf, weight 0; without any key, row 0
         c.k_ring = w.s_base + w.warp * self.ring_bytes
@@ -249,7 +249,7 @@ class DecodeKernel(Loads, Merging):
                 more = Int32(split_begin < end)
             if cutlass.const_expr(self.append):
                 if chunk == 0:
-                    self._append_rows(w, c.kv, c.new_start)
+                    self._append_rows(w, c.kv, c.new_start, Int32(p.k.shape[2]))
             if alone != 0:
                 self._finish_rows(p, w)
             else:
@@ -267,7 +267,7 @@ class DecodeKernel(Loads, Merging):
             self._store_parts(w, o, m, l)
             if cutlass.const_expr(self.append):
                 if chunk == 0:
-                    self._append_rows(w, c.kv, c.new_start)
+                    self._append_rows(w, c.kv, c.new_start, Int32(p.k.shape[2]))
             cute.arch.sync_threads()
             if cutlass.const_expr(self.one_tile and not self.device_length):
                 count = p.split_slots  # the host computed it with the same rule

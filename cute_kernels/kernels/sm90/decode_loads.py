@@ -140,13 +140,13 @@ class Loads:
         return None if first + width <= self.d else first + offset < self.d
 
     @cute.jit
-    def _append_rows(self, w, kv, new_start):
+    def _append_rows(self, w, kv, new_start, capacity):
         """Copy the new rows of this tile's tokens into the cache: a warp per token, 16 bytes per lane."""
         first = self._token(w.row0)
         last = self._token(cutlass.min(w.row0 + self.rt, w.n_rows) - 1)
         for token in cutlass.range(first + w.warp, last + 1, self.warps, unroll=1):
             row = new_start + token
-            if row >= 0 and 8 * w.lane < self.d:
+            if row >= 0 and row < capacity and 8 * w.lane < self.d:
                 for source in kv:
                     base, stride, new_base, new_stride = source
                     words = self._ld(new_base + Int64(token) * Int64(new_stride) + 16 * w.lane, Int32(1))
