@@ -141,8 +141,8 @@ class Loads:
 
     @cute.jit
     def _append_rows(self, w, kv, new_start, capacity):
-        """Copy the new rows of this tile's tokens into the cache: a warp per token, 16 bytes per lane."""
-        first = self._token(w.row0)
+        """Copy the new rows of the tokens whose first row lies in this tile into the cache: a warp per token, 16 bytes per lane."""
+        first = (w.row0 + (self.group - 1)) // self.group
         last = self._token(cutlass.min(w.row0 + self.rt, w.n_rows) - 1)
         for token in cutlass.range(first + w.warp, last + 1, self.warps, unroll=1):
             row = new_start + token
