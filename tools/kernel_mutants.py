@@ -364,9 +364,9 @@ def decode() -> Subject:
 
 
 def prefill() -> Subject:
-    """Blackwell active_attention, many rows: two row tiles, of which one is cut, over five key tiles: every slot is used twice; a
-    second batch row whose first tile is cut."""
-    return _active_attention(60, [600, 70], None, "prefill")
+    """Blackwell active_attention, many rows: two row tiles, of which one is cut, over five and six key tiles: every slot is used
+    twice; a second batch row whose first key tile is cut."""
+    return _active_attention(60, [660, 70], None, "prefill")
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {"sparse_prefill": sparse_prefill, "decode": decode, "prefill": prefill}
