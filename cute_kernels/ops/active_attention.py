@@ -119,7 +119,7 @@ def _given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink):
 def _call(latest, op, q, k_new, v_new, k_cache, v_cache, kv_len, sm_scale, causal, window_left, softcap, attn_sink):
     """The operators. None, with nothing done, if the dispatcher is to convert the arguments or to hand them on.
 
-    One function on purpose: a Python frame takes 0.1 us, after a launch 0.2, and there were ten.
+    One function on purpose: as six more of them it took 5.8 us where it takes 4.7 (an int length; no GPU, launches left out).
     """
     by_int, pushed = type(kv_len) is int, targets.items
     options = (

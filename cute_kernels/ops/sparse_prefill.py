@@ -116,7 +116,7 @@ _latest, _latest_below = c.Plans(), c.Plans()
 def _call(latest, q, kv, indices, sm_scale, d_v, attn_sink, topk_length, head_group_mask, head_group_size, out=None):
     """The operator. None, with nothing done, if the dispatcher is to convert the arguments or to hand them on.
 
-    One function on purpose: a Python frame takes 0.1 us, after a launch 0.2, and there were ten.
+    One function on purpose: as six more of them, with `unobserved`, it took 5.8 us where it takes 4.5 (no GPU, launches left out).
     """
     pushed = targets.items
     options = (
