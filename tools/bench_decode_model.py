@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import importlib.util
 import json
 import os
 import statistics
@@ -410,17 +409,10 @@ def main() -> int:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--turn", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if importlib.util.find_spec("fish_speech") is None:
-        parser.error("needs fish-speech: pip install --no-deps fish-speech==0.1.0, and this package's extra 'integrations'")
-    if not args.tiny and not args.child:
-        import torch
-
-        if not torch.cuda.is_available():
-            parser.error("needs a CUDA device; --tiny runs on the CPU")
     args.prompt = args.prompt or (20 if args.tiny else 234)
     args.tokens = args.tokens or (6 if args.tiny else 166)
-    need_module("fish_speech", "the model", "pip install --no-deps fish-speech==0.1.0; see this file's docstring")
-    if not args.tiny:
+    need_module("fish_speech", "the model", "pip install --no-deps fish-speech==0.1.0, and this package's extra 'integrations'")
+    if not args.tiny and not args.child:
         need_gpu()
     if args.check:
         print(json.dumps(check(args)))
