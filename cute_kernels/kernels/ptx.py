@@ -146,9 +146,12 @@ def atom_inc_acq_rel(addr, last, *, loc=None, ip=None) -> Int32:
 
 # ---- global to shared memory -------------------------------------------------------------------------------------
 @dsl_user_op
-def cp_async_16(to, addr, *, loc=None, ip=None) -> None:
-    """16 bytes of global memory, read once, to shared memory, past L1, without waiting. L2 is to drop these lines first (the policy
-    is what createpolicy.fractional.L2::evict_first makes)."""
+def cp_async_16(to, addr, once: bool, *, loc=None, ip=None) -> None:
+    """16 bytes of global memory to shared memory, past L1, without waiting. once: nobody else reads them, so L2 is to drop their
+    lines first (the policy is what createpolicy.fractional.L2::evict_first makes)."""
+    if not once:
+        _asm("cp.async.cg.shared.global [$0], [$1], 16;", "", [_v(to, loc, ip), _v(addr, loc, ip)], "r,l", True, loc, ip)
+        return
     _asm(
         "{\n.reg .b64 policy;\nmov.b64 policy, 0x12F0000000000000;\n"
         "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, policy;\n}",

@@ -67,7 +67,7 @@ class Loads:
             addr = self._row_address(shifted, cutlass.min(base + row, last), new_start)
             to = slot + row * (2 * self.d) + 16 * (piece ^ swizzle(row))
             for c in range(self.d // 64):
-                ptx.cp_async_16(to + 128 * c, addr + 128 * c)
+                ptx.cp_async_16(to + 128 * c, addr + 128 * c, self.one_tile)
 
     def _fetch_k(self, slot, source, base, last, new_start, g, t, lane):
         """K of 16 keys into a ring slot; without whole lines a lane copies what it will read itself."""
@@ -114,7 +114,7 @@ class Loads:
 
     def _fetch(self, to, addr, col_ok):
         if col_ok is None:
-            ptx.cp_async_16(to, addr)
+            ptx.cp_async_16(to, addr, self.one_tile)
         else:
             ptx.cp_async_16_zfill(to, addr, 16 * Int32(col_ok))
 
