@@ -47,6 +47,12 @@ def test_without_a_gpu(monkeypatch, capsys, name, arguments):
         ("bench_sparse_prefill", ["--from", "a.csv", "--host"], "--from measures nothing: leave out --host"),
         ("bench_sparse_prefill", [], "nothing to do: give --check"),
         ("bench_active_attention", ["--read", "a.csv"], "--read plots: give --plot"),
+        ("bench_active_attention", ["--shapes", "foo"], "--shapes takes BxL or BxLxQ, by commas; not 'foo'"),
+        ("bench_active_attention", ["--peers", "ours,nope"], "sdpa_full, fa3, flashinfer, by commas; not 'nope'"),
+        ("compare_with_gpu", ["--emulator", "--only", "zzz"], "no case's name contains 'zzz'"),
+        ("demo", ["--emulate", "foo"], "--emulate takes sm_90a, sm_100a and sm_103a, by commas, or no; not 'foo'"),
+        ("demo", ["--tokens", "-3"], "--tokens must be at least 1"),
+        ("kernel_mutants", ["decode", "--rule", "("], "'(' is no regular expression"),
     ],
 )
 def test_wrong_arguments(monkeypatch, capsys, name, arguments, text):

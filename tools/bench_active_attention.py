@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import statistics
 import sys
 import time
@@ -140,20 +141,22 @@ def exact(case, i, rows):
     return torch.softmax(x.masked_fill(hidden, float("-inf")), -1) @ v
 
 
+PEERS = {
+    "ours": ours,
+    "ours_dev": lambda c: ours(c, True),
+    "sdpa": sdpa,
+    "sdpa_full": sdpa_full,
+    "fa3": fa3,
+    "flashinfer": flashinfer,
+}
+
+
 def build(case, names, a):
     """name -> call(i), for what is installed and applies; each checked against float64 on one cache."""
-    makers = {
-        "ours": ours,
-        "ours_dev": lambda c: ours(c, True),
-        "sdpa": sdpa,
-        "sdpa_full": sdpa_full,
-        "fa3": fa3,
-        "flashinfer": flashinfer,
-    }
     calls = {}
     for name in names:
         try:
-            call = makers[name](case)
+            call = PEERS[name](case)
         except ImportError as error:
             print(f"  {name}: not installed ({error})", file=sys.stderr)
             continue
@@ -257,10 +260,14 @@ def main():
         with open(a.read, newline="") as f:
             plot(list(csv.DictReader(f)), a.plot)
         return
-    need_gpu()
     shapes = SHAPES
     if a.shapes:
+        if not re.fullmatch(r"\d+x\d+(x\d+)?(,\d+x\d+(x\d+)?)*", a.shapes):
+            p.error(f"--shapes takes BxL or BxLxQ, by commas; not {a.shapes!r}")
         shapes = [tuple(int(x) for x in s.split("x")) for s in a.shapes.split(",")]
+    if unknown := [name for name in a.peers.split(",") if name not in PEERS]:
+        p.error(f"--peers takes {', '.join(PEERS)}, by commas; not {unknown[0]!r}")
+    need_gpu()
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, Hq {a.heads} Hkv {a.kv_heads} D {a.dim} {a.dtype}")
     rows = []
     for batch, length, *rest in shapes:

@@ -210,6 +210,8 @@ def main() -> int:
     parser.add_argument("--ptx", help="only write the PTX of the cases into this folder")
     args = parser.parse_args()
     cases = [c for c in (hopper.quick_cases() if args.quick else hopper.all_cases()) if args.only in c.name]
+    if not cases:
+        parser.error(f"no case's name contains {args.only!r}")
     if args.ptx:
         Path(args.ptx).mkdir(parents=True, exist_ok=True)
         for i, case in enumerate(cases):

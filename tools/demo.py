@@ -29,7 +29,10 @@ SM_SCALE = (128 + 64) ** -0.5  # absorbed MLA: the unabsorbed head has 128 + 64 
 def find_text(path: str | None) -> tuple[str, str]:
     """(where it comes from, text): the user's file, else prose that ships with Python, else a licence of the system."""
     if path:
-        return path, Path(path).read_text(errors="replace")
+        try:
+            return path, Path(path).read_text(errors="replace")
+        except OSError as error:
+            raise SystemExit(f"demo.py: cannot read {path}: {error.strerror}") from None
     try:
         from pydoc_data.topics import topics
 
@@ -264,6 +267,12 @@ def main() -> None:
     p.add_argument("--capacity", type=int, default=8192, help="rows of the preallocated cache")
     p.add_argument("--emulate", default="sm_90a,sm_100a", help="whose kernels to run in the emulator (default: both), or no")
     a = p.parse_args()
+    for name in ("tokens", "queries", "steps", "capacity"):
+        if getattr(a, name) < 1:
+            p.error(f"--{name} must be at least 1")
+    archs = [] if a.emulate == "no" else a.emulate.split(",")
+    if unknown := [arch for arch in archs if arch not in ("sm_90a", "sm_100a", "sm_103a")]:
+        p.error(f"--emulate takes sm_90a, sm_100a and sm_103a, by commas, or no; not {unknown[0]!r}")
     source, text = find_text(a.text)
     tokens = re.findall(r"\w+|[^\w\s]", text)[: a.tokens]
     if len(tokens) < 512:
@@ -274,9 +283,9 @@ def main() -> None:
     print(f"Text: {source}, {len(tokens)} tokens (words and punctuation)")
     prefill(tokens, queries)
     decode(tokens, a.steps, max(a.capacity, 234 + a.steps), "cuda" if torch.cuda.is_available() else "cpu")
-    if a.emulate != "no":
-        for arch in a.emulate.split(","):
-            emulated(tokens, arch)
+    for arch in archs:
+        emulated(tokens, arch)
+    if archs:
         print("\nThe Blackwell (sm_100a) kernels have run in the emulator only: none of them has been timed on a GPU.")
 
 

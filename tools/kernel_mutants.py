@@ -372,11 +372,19 @@ def prefill() -> Subject:
 SUBJECTS: dict[str, Callable[[], Subject]] = {"sparse_prefill": sparse_prefill, "decode": decode, "prefill": prefill}
 
 
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel", nargs="?", choices=sorted(SUBJECTS))
     parser.add_argument("--list", action="store_true", help="the kernels, and nothing else")
-    parser.add_argument("--rule", default="", help="only rules that match this regular expression")
+    parser.add_argument("--rule", type=_pattern, default="", help="only rules that match this regular expression")
     parser.add_argument("--line", type=int, default=0, help="only this PTX line")
     parser.add_argument("--limit", type=int, default=0, help="at most so many mutants, spread over all of them")
     parser.add_argument("--jobs", type=int, default=1, help="judge in so many processes")

@@ -30,6 +30,7 @@ from cutlass.utils import SmemAllocator
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
+from requirements_check import need_gpu  # noqa: E402
 
 
 def group_topk(unaligned: bool = False) -> None:
@@ -353,6 +354,7 @@ def main() -> None:
     if a.case:
         import torch
 
+        need_gpu(9, "an H100 or H200")
         torch.manual_seed(0)
         CASES[a.case]()
         torch.cuda.synchronize()

@@ -23,8 +23,10 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
     out: Tensor | None = None,
+    *,
+    use_legacy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashMLA's flash_mla_sparse_fwd, with vLLM's `out=`.
+    """FlashMLA's flash_mla_sparse_fwd, with vLLM's `out=` and SGLang's `use_legacy=` (which of its kernels to take; ignored).
 
     q [s_q, h_q, d_qk] bfloat16, kv [s_kv, 1, d_qk] bfloat16, indices [s_q, 1, topk] int32 (values outside [0, s_kv) ignored),
     attn_sink [h_q] float32, topk_length [s_q] int32, out [s_q, h_q, d_v] bfloat16 to write. Returns (out, max_logits, lse), the

@@ -184,6 +184,8 @@ def test_flash_mla_signature():
     got = flash_mla_sparse_fwd(*args, out=out)
     assert got[0] is out
     assert torch.equal(out, flash_mla_sparse_fwd(*args)[0])
+    assert torch.equal(out, flash_mla_sparse_fwd(*args, use_legacy=True)[0])
+    assert cute_kernels.integrations.flash_mla.flash_mla_sparse_fwd is flash_mla_sparse_fwd
 
 
 def test_float64_reference_agrees_with_the_oracle():
