@@ -1,6 +1,7 @@
 """attn_implementation="cute_kernels" in transformers: small random models against the unmodified ones, both kinds of cache."""
 
 import importlib.util
+import sys
 import warnings
 
 import pytest
@@ -139,14 +140,97 @@ def test_padding_inside_a_batch_falls_back():
     assert torch.equal(full, generate(model, text(), "static"))
 
 
-def test_what_neither_has_is_refused():
-    """Sinks with padding: sdpa would ignore the sinks."""
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_padding_with_softcap_or_sinks_falls_back_to_eager(kind):
+    """sdpa would leave out the softcap or the sinks; the comparison is with the unmodified eager model."""
     ids = text()
     ids[1, :5] = 0
-    model = integration.use_active_attention(make("gpt_oss"))
+    mask = (ids != 0).long()
+    want = generate(make(kind), ids, "static", attention_mask=mask)
+    model = integration.use_active_attention(make(kind))
     integration._warned.clear()
-    with pytest.warns(UserWarning, match="padding"), pytest.raises(NotImplementedError, match="attention sinks"):
-        generate(model, ids, "static", attention_mask=(ids != 0).long())
+    with pytest.warns(UserWarning, match="padding inside the batch: .*eager with a softcap or sinks"):
+        got = generate(model, ids, "static", attention_mask=mask)
+    assert torch.equal(got, want)
+
+
+def test_a_layer_without_an_eager_function_is_refused():
+    q = torch.zeros(1, 2, 4, 16)
+    with pytest.raises(NotImplementedError, match="Module has a softcap or sinks"):
+        integration.active_attention_forward(torch.nn.Module(), q, q, q, torch.ones(1, 1, 4, 4, dtype=torch.bool), softcap=5.0)
+
+
+# kind -> (further settings of make(), the reason of the warning)
+OWN = {
+    "deepseek_v3": ({}, r"a v head dim \(16\) other than the qk head dim \(32\)"),
+    "deepseek_v32": ({}, "deepseek_v32, whose layers read the mask"),
+    "doge": ({}, "doge, whose layers read the mask"),
+    "llama": ({"dtype": torch.float64}, "torch.float64 attention"),
+    "mistral": ({"dtype": torch.float64}, "torch.float64 attention"),
+}
+_MLA = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 32,
+    "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16,
+    "moe_intermediate_size": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+_INDEXER = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 32, "mlp_layer_types": None}
+OWN_KINDS = {
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _MLA, "sdpa"),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", {**_MLA, **_INDEXER}, "sdpa"),
+    "doge": ("DogeConfig", "DogeForCausalLM", {}, "eager"),  # its sdpa loses causality where transformers leaves the mask out
+}
+
+
+@pytest.mark.parametrize("cache", ["static", None])
+@pytest.mark.parametrize("kind", OWN)
+def test_what_the_operator_cannot_compute_falls_back(kind, cache, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(sys.modules[__name__], "KINDS", {**KINDS, **OWN_KINDS})
+    if not hasattr(transformers, KINDS[kind][1]):
+        pytest.skip(f"this transformers has no {KINDS[kind][1]}")
+    settings, reason = OWN[kind]
+    ids = text()
+    want = generate(make(kind, **settings), ids, cache)
+    model = integration.use_active_attention(make(kind, **settings))
+    integration._warned.clear()
+    with pytest.warns(UserWarning, match=reason):
+        got = generate(model, ids, cache)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_mask_of_the_lengths(window):
+    """What the fallback attends to is what the operator attends to; a position bias is not lost."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 2, rows, 16, generator=generator) for rows in (4, 11, 11))
+    length = torch.tensor([5, 9], dtype=torch.int32)
+    layer = torch.nn.Module()
+    want, _ = integration.active_attention_forward(layer, q, k, v, length, scaling=0.25, sliding_window=window)
+    mask = integration._mask_of(length, 4, 11, window)
+    got = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.25).transpose(1, 2)
+    assert torch.allclose(got, want, rtol=0, atol=1e-5)
+    bias = torch.randn(1, 2, 4, 11, generator=generator)
+    integration._warned.clear()
+    with pytest.warns(UserWarning, match="a position bias"):
+        got, _ = integration.active_attention_forward(
+            layer, q, k, v, length, scaling=0.25, sliding_window=window, position_bias=bias
+        )  # fmt: skip
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias.masked_fill(~mask, -torch.inf), scale=0.25)
+    assert torch.allclose(got, want.transpose(1, 2), rtol=0, atol=1e-5)
+
+
+def test_what_is_no_model_is_named():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    with pytest.raises(TypeError, match="needs a transformers PreTrainedModel, not Linear"):
+        integration.use_active_attention(torch.nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="no way to switch BloomForCausalLM, which keeps 'eager'"):
+        integration.use_active_attention(BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_head=1, n_layer=1)))
+    model = integration.use_active_attention(make("llama"))
+    for mask in (torch.ones(12), torch.ones(12, dtype=torch.int32)):
+        with pytest.raises(TypeError, match=r"attention_mask must be \[batch, length\]"):
+            model(text(), attention_mask=mask)
 
 
 def test_training_is_refused():
@@ -180,7 +264,32 @@ def test_compiles_to_one_graph():
         out = [model(ids[:, :8], past_key_values=cache, use_cache=True).logits[:, -1]]
         out += [step(ids[:, i : i + 1].clone(), cache)[:, -1] for i in range(8, 14)]
     assert len(graphs) == 1
+    operators = [node for node in graphs[0].graph.nodes if "cute_kernels" in str(node.target)]
+    assert len(operators) == SIZES["num_hidden_layers"]
     assert torch.allclose(torch.stack(out).double(), want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind,padded", [("llama", False), ("gpt_oss", True)])
+def test_a_mask_falls_back_inside_the_graph(kind, padded):
+    """An attention_mask passed into a compiled forward, and no cache at all: one graph, no warning from inside it."""
+    ids = text()
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :5] = 0
+    model = integration.use_active_attention(make(kind))
+    integration._warned.clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="cute_kernels")
+        got = compiled(ids, attention_mask=mask, use_cache=False).logits
+        bare = compiled(ids, use_cache=False).logits
+        want = make(kind)(ids, attention_mask=mask, use_cache=False).logits
+        plain = make(kind)(ids, use_cache=False).logits
+    seen = mask.bool()
+    assert torch.allclose(got[seen], want[seen], rtol=0, atol=1e-4 * float(want.abs().max()))
+    assert torch.allclose(bare, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
 
 
 @pytest.mark.parametrize(
