@@ -48,6 +48,21 @@ def test_emulated(arch, s, h_q):
     assert not emulation.hazards, emulation.report()
 
 
+@pytest.mark.parametrize("arch,schedule", [("sm_90a", "lazy"), pytest.param("sm_100a", "random", marks=pytest.mark.full)])
+def test_one_writer_per_token(arch, schedule):
+    """3 heads per KV head: tokens lie across row tiles, and each is still appended by one CTA (two would race)."""
+    from cute_kernels.emulator import emulate
+
+    q, k, v = make(1, 6, 2, 22, 16, 200, [60], seed=1, device="cpu")
+    k_new, v_new = (torch.randn(1, 2, 22, 16).bfloat16() for _ in range(2))
+    want = [torch.cat((c[:, :, :38], new, c[:, :, 60:]), 2) for c, new in ((k, k_new), (v, v_new))]
+    with emulate(arch, schedule=schedule, seed=507, checks="strict") as emulation:
+        result = ck.active_attention_append(q, k_new, v_new, k, v, torch.tensor([60], dtype=torch.int32))
+    assert not emulation.hazards, emulation.report()
+    assert same([k, v], want), "cache bytes"
+    check(result, q, *want, [60])
+
+
 def test_reference():
     appended(3, 4, "cpu", reference.active_attention_append)
 
