@@ -185,7 +185,7 @@ def _find(
         c.check_writable(op, k_cache, v_cache)
     given = _given(op, q, k_new, v_new, k_cache, v_cache, kv_len, attn_sink)
     key = (options, target, *(c.layout(t) for t in given))
-    plan = _plans.get(key)
+    plan, known = kept = _plans.get(key, (None, None))
     if plan is None:
         _check(op, q, k_cache, v_cache, kv_len, sm_scale, window_left, softcap, attn_sink, k_new, v_new)
         if by_int:
@@ -204,11 +204,14 @@ def _find(
             arguments["softcap"] = 0.0  # x - softcap * tanh(x / softcap) is below x^3 / 3e30, and x / softcap would leave float32
         if op == _APPEND:
             _check_append_memory(arguments)
-        plan = _plans[key] = _plan(op, arguments, device, target)
+        plan = _plan(op, arguments, device, target)
+    same = known
     if not look:
-        same = c.same_layouts(*given)
+        same = c.same_layouts(*given, known=known)
         if same is not None:
             latest[options] = same, plan
+    if (plan, same) != kept:
+        _plans[key] = plan, same
     return plan
 
 

@@ -179,7 +179,7 @@ def _find(latest, options, q, kv, indices, sm_scale, d_v, attn_sink, topk_length
         q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
         head_group_mask=head_group_mask, head_group_size=head_group_size,
     )  # fmt: skip
-    plan = _plans.get(key)
+    plan, known = kept = _plans.get(key, (None, None))
     if plan is None:
         _check(**arguments, out=out)
     for name, t in (("q", q), ("kv", kv), ("head_group_mask", head_group_mask), ("out", out)):
@@ -192,11 +192,14 @@ def _find(latest, options, q, kv, indices, sm_scale, d_v, attn_sink, topk_length
     if look:
         check_topk_length(_OP, topk_length, indices.shape[2])
     if plan is None:
-        plan = _plans[key] = _plan(arguments, out, device, target)
+        plan = _plan(arguments, out, device, target)
+    same = known
     if out is None and not look:
-        same = c.same_layouts(*tensors)
+        same = c.same_layouts(*tensors, known=known)
         if same is not None:
             latest[options] = same, plan
+    if (plan, same) != kept:
+        _plans[key] = plan, same
     return plan
 
 

@@ -1,4 +1,4 @@
-"""A call like the one before it takes the short way (`_repeat`): what that way does, counted, and what must not take it."""
+"""A call like the one before it takes the short way: what that way does, counted, and what must not take it."""
 
 from __future__ import annotations
 
@@ -85,6 +85,24 @@ def test_one_launch_the_outputs_and_no_check(name, through, compiled, monkeypatc
         assert {type(x) for x in passed} == {int, float, ctypes.c_void_p}  # not one goes through DLPack
         tensors = [t for t in (*args, *results) if isinstance(t, torch.Tensor)]
         assert all(t.data_ptr() in passed for t in tensors)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_layouts_that_alternate_make_their_comparisons_once(name, compiled, monkeypatch):
+    """As the layers of two models in one loop: each call is checked by its key, but no comparison is made again."""
+    module, function, _, make, _ = WAYS[name]
+    first, second = make(), [t.repeat(2, *[1] * (t.dim() - 1)) if isinstance(t, torch.Tensor) else t for t in make()]
+    for plans in (module._plans, module._latest):
+        plans.clear()
+    made = []
+    guards = _common._TensorGuards
+    monkeypatch.setattr(_common, "_TensorGuards", lambda *args, **options: made.append(args) or guards(*args, **options))
+    for _ in range(3):
+        for args in (first, second):
+            compiled.clear()
+            function(*args)
+            assert len(compiled) == 1
+    assert len(made) == 2
 
 
 def test_a_call_that_differs_takes_the_long_way():
