@@ -7,8 +7,7 @@ from typing import Any
 from cutlass import Int32
 
 from cute_kernels.kernels import ptx
-
-LOG2E = 1.4426950408889634
+from cute_kernels.kernels.scales import LOG2E
 
 
 def capped(y: Any, cap_log2: Any) -> Any:

@@ -8,9 +8,6 @@ from torch import Tensor
 
 D_QK = (512, 576)
 D_V = 512
-# Above this scale logits may be so large that scale * x - maximum, by one multiply-add, exceeds 0 by the rounding of the maximum:
-# at 4e9 by 2^8, whose power of two is infinite. The variant for scales that are not positive scales first, and is exact there.
-PLAIN_SCALE = 1024.0
 
 
 def unsupported(q: Tensor, d_v: int, max_rows: int) -> str | None:

@@ -90,7 +90,6 @@ def launch(
     schedule: str = "eager",
     seed: int = 0,
     checks: str = "default",
-    source_map=None,
 ) -> LaunchRecord:
     """Run one launch to its end.
 
@@ -109,7 +108,6 @@ def launch(
         PtxError, UnsupportedInstruction: before anything runs.
         EmulationError: a fault or deadlock; its `record` attribute holds the LaunchRecord so far.
     """
-    del source_map
     began = time.perf_counter()
     machine, record = prepare(
         ptx, entry, grid, block, cluster, dynamic_smem, params, arch=arch, memory=memory, schedule=schedule, seed=seed,

@@ -23,11 +23,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu import tcgen05 as cute_tcgen05
 
 from cute_kernels.kernels import ptx
+from cute_kernels.kernels.scales import LOG2E
 from cute_kernels.kernels.sm100 import tcgen05 as tc
 from cute_kernels.kernels.softcap import capped
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
 M_START = -1.0e30
 TILE = 128  # keys
 BLOCK_BYTES = TILE * 128  # one 64-dim block of a tile

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
 from cute_kernels.kernels.attention_arguments import aligned, unsupported
+from cute_kernels.kernels.scales import LOG2E
 from cute_kernels.kernels.sm100 import prefill
 from cute_kernels.kernels.splits import split_bound, split_cap, split_count
 from cute_kernels.kernels.workspace import workspace
 
 ARCHS = ("sm_100a", "sm_103a")
-LOG2E = 1.4426950408889634
 TILE = 128  # keys, as decode_kernel.TILE
 
 

@@ -47,10 +47,10 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.kernels import ptx
+from cute_kernels.kernels.scales import LN2
 from cute_kernels.kernels.sm100 import tcgen05 as tc
 from cute_kernels.kernels.sm100.attention_base import (
     BLOCK_BYTES,
-    LN2,
     M_START,
     SMEM_CTA,
     TILE,

@@ -39,10 +39,10 @@ import cutlass.memory
 from cutlass import Float32, Int32
 
 from cute_kernels.kernels import ptx
+from cute_kernels.kernels.scales import LN2, LOG2E, PLAIN_SCALE
 from cute_kernels.kernels.sm100 import tcgen05 as tc
 from cute_kernels.kernels.sm100.attention_base import (
     BLOCK_BYTES,
-    LN2,
     M_START,
     SMEM_CTA,
     TILE,
@@ -56,7 +56,6 @@ from cute_kernels.kernels.sm100.attention_base import (
 ROWS = 128
 MAX_SLOTS = 8
 LAZY = 6.0  # log2 of how far a weight may exceed 1
-PLAIN_SCALE = 1024.0 * 1.4427  # above it, see sparse_arguments.PLAIN_SCALE
 CHUNK = 32  # columns of S or O in registers at a time
 
 
@@ -313,7 +312,7 @@ class PrefillKernel(AttentionBase):
         m, l = Float32(M_START), Float32(0.0)
         for j in cutlass.range(n, unroll=1):
             key0 = low + j * TILE
-            masked = (key0 < clear_from) | (key0 + TILE > clear_to) | (scale > PLAIN_SCALE)
+            masked = (key0 < clear_from) | (key0 + TILE > clear_to) | (scale > PLAIN_SCALE * LOG2E)
             ptx.mbar_wait(bar[f"s_full{t}"], j & 1)
             tc.fence_after()
             top = Float32(M_START)

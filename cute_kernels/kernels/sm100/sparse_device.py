@@ -19,8 +19,6 @@ from cute_kernels.kernels.sm100.sparse_layout import TILE
 NEG_INF = float("-inf")
 # below every finite logit; exp2(-inf - LOWEST) is 0, so that masked rows need no special case
 LOWEST = -3.4028234663852886e38
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 PAIR = 3  # CTA mask of both CTAs of the pair
 # mbarrier address of the pair's even CTA: bit 24 of a shared::cluster address tells the two apart
 EVEN_CTA = -0x1000001

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.kernels.scales import LN2, LOG2E
 from cute_kernels.kernels.sm100 import sparse_device as dev
 from cute_kernels.kernels.sm100.sparse_layout import (
     FLAG_EMPTY,
@@ -55,7 +56,7 @@ class Softmax:
         word_at = 4 * half
         if const_expr(self.has_mask):
             word_at = word_at + 8 * cutlass.min((cta * HEADS + head) >> group_shift, Int32(7))
-        scale = sm_scale * Float32(dev.LOG2_E)
+        scale = sm_scale * Float32(LOG2E)
 
         count = Int32(0)
         issued = Int32(0)  # sub-blocks so far
@@ -171,7 +172,7 @@ class Softmax:
         if const_expr(mSink is not None):
             if present:
                 sink = dev.load_global_float(mSink.iterator.toint() + Int64(head) * (Int64(mSink.stride[0]) * 4))
-            sink = sink * Float32(dev.LOG2_E)
+            sink = sink * Float32(LOG2E)
         # staging of this warp: head t % 32 at 64 bytes, its 16-byte chunk c at place c ^ (t >> 1) % 4 (the 64-byte swizzle)
         staging = smem + self.at.out + warp * OUT_BYTES
         own_row = staging + 64 * (thread & 31)
@@ -192,8 +193,8 @@ class Softmax:
             cute.arch.sync_warp()
             dev.arrive(smem + self.at.stats_empty)
             counted = largest != Float32(dev.NEG_INF)
-            natural = largest * Float32(dev.LN_2) if const_expr(self.general_scale) else largest * sm_scale
-            lse = (dev.log2(total) + reference) * Float32(dev.LN_2)
+            natural = largest * Float32(LN2) if const_expr(self.general_scale) else largest * sm_scale
+            lse = (dev.log2(total) + reference) * Float32(LN2)
             if half == 0 and present:
                 at = Int64(row) * Int64(mMax.stride[0]) + Int64(head) * Int64(mMax.stride[1])
                 natural = cutlass.select_(counted, natural, Float32(dev.NEG_INF))

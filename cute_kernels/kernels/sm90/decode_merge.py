@@ -15,10 +15,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.kernels import ptx
+from cute_kernels.kernels.scales import LN2, LOG2E
 from cute_kernels.kernels.sm90.decode_loads import _address, _offset, _pred
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
 M_START = -1.0e30
 
 

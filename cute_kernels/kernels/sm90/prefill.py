@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.jit import kernel_builder
-from cute_kernels.kernels.sparse_arguments import PLAIN_SCALE
+from cute_kernels.kernels.scales import LOG2E, PLAIN_SCALE
 
 ARCH = "sm_90a"
-LOG2E = 1.4426950408889634
 ROWS_PER_TILE = 128
 
 

@@ -40,10 +40,9 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_kernels.kernels import ptx
+from cute_kernels.kernels.scales import LN2, LOG2E
 from cute_kernels.kernels.softcap import capped
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
 M_START = -1.0e30
 ROWS_PER_TILE = 128
 STAGES = 2

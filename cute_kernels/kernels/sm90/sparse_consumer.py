@@ -10,6 +10,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import hopper_helpers as hopper
 
+from cute_kernels.kernels.scales import LN2, LOG2E
 from cute_kernels.kernels.sm90 import sparse_device as dev
 from cute_kernels.kernels.sm90.sparse_layout import (
     A_LEFT,
@@ -87,7 +88,7 @@ class Consumer:
         c.quad = c.lane % 4
         c.row = c.warp * 16 + c.lane // 4  # this thread's accumulator rows are row and row + 8
         c.h_q = mQ.shape[1]
-        c.scale = sm_scale * dev.LOG2_E
+        c.scale = sm_scale * LOG2E
 
         # ---- MMA views
         k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
@@ -455,14 +456,14 @@ class Consumer:
             if const_expr(mSink is not None):
                 if head < c.h_q:
                     sink = dev.load_global_f32(mSink.iterator.toint() + Int64(head) * 4)
-                    denominator = total + dev.exp2(sink * dev.LOG2_E - c.m[r])
+                    denominator = total + dev.exp2(sink * LOG2E - c.m[r])
             inverse[r] = Float32(0.0) if total == 0.0 else Float32(1.0) / denominator
             if const_expr(right == 0):
                 if c.quad == 0 and head < c.h_q:
-                    lse = cute.math.log(total) + c.m[r] * dev.LN_2
+                    lse = cute.math.log(total) + c.m[r] * LN2
                     lse = Float32(float("inf")) if total == 0.0 else lse
                     at = (Int64(token) * Int64(mMax.stride[0]) + Int64(head)) * 4
-                    dev.store_global_f32(mMax.iterator.toint() + at, highest * dev.LN_2)
+                    dev.store_global_f32(mMax.iterator.toint() + at, highest * LN2)
                     at = (Int64(token) * Int64(mLse.stride[0]) + Int64(head)) * 4
                     dev.store_global_f32(mLse.iterator.toint() + at, lse)
         rescale(c.acc, inverse[0], inverse[1])

@@ -15,8 +15,6 @@ NEG_INF = float("-inf")
 LOWEST = (
     -3.4028234663852886e38
 )  # below every finite logit; exp2(-inf - LOWEST) is 0, so masked rows need no special case
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 
 
 def cp_async_16(dst: Int32, dst_offset: int, src: Int64, src_offset: int, size: Int32, policy: Int64) -> None:

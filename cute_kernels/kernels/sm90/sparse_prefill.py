@@ -15,7 +15,8 @@ from torch import Tensor
 
 from cute_kernels.jit import current_target, kernel_builder
 from cute_kernels.kernels.launching import layout_block, raw_stream, ready, stream_pointer
-from cute_kernels.kernels.sparse_arguments import D_QK, D_V, PLAIN_SCALE, build, unsupported
+from cute_kernels.kernels.scales import PLAIN_SCALE
+from cute_kernels.kernels.sparse_arguments import D_QK, D_V, build, unsupported
 
 ARCH = "sm_90a"
 MAX_GRID = 2**31 - 1
