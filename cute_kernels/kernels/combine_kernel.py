@@ -25,7 +25,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_kernels.kernels.scales import LN2, LOG2E
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
 
 
 class Combine:
